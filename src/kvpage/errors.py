@@ -1,0 +1,95 @@
+"""Every exception that kvpage raises.
+
+A fault ends in `Error` (or says what failed); an expected signal does not::
+
+    KvpageError
+    ├── PluginError            an allocator plugin is unknown or breaks the rules of the door
+    ├── ConfigError            an engine setting cannot work
+    ├── UnsupportedModelError  the model's attention cannot be paged
+    ├── RequestError           the request cannot be served; nothing was done for it
+    │   ├── RequestTooLong     prompt and max_tokens do not fit max_model_len
+    │   └── DuplicateRequest   a request of this id is still open
+    ├── RequestFailed          the request was accepted and ended early
+    │   ├── AllocatorFault     the allocator raised, or gave an answer that breaks the contract
+    │   ├── OutgrewPool        alone in the pool, the sequence found no more room
+    │   └── StepFailed         the model raised while it computed a step of this request
+    ├── EngineBusy             signal: `max_waiting` requests are queued already
+    ├── EngineClosed           signal: the engine was closed
+    └── EngineBroken           the engine thread ended with an exception; `__cause__` has it
+
+    OutOfBlocks                signal between allocator and block manager: not now, nothing changed
+"""
+
+
+class KvpageError(Exception):
+    """Base of all errors of kvpage."""
+
+
+class PluginError(KvpageError):
+    """An allocator plugin is unknown or breaks the rules of the plugin door."""
+
+
+class ConfigError(KvpageError, ValueError):
+    """An engine setting cannot work; the sentence has the numbers."""
+
+
+class UnsupportedModelError(KvpageError):
+    """The model's attention cannot run over a paged KV cache; the sentence says why."""
+
+
+class RequestError(KvpageError, ValueError):
+    """The request cannot be served as it is. Raised in the caller's task, before any work."""
+
+
+class RequestTooLong(RequestError):  # noqa: N818  (reads as the signal that it is)
+    """Prompt and `max_tokens` together do not fit `max_model_len`."""
+
+
+class DuplicateRequest(RequestError):  # noqa: N818
+    """A request of the same id is still open."""
+
+
+class RequestFailed(KvpageError):  # noqa: N818
+    """An accepted request ended early; other requests go on."""
+
+
+class AllocatorFault(RequestFailed):
+    """The allocator plugin raised or broke its contract while it served this request."""
+
+    def __init__(self, plugin: str, what: str) -> None:
+        super().__init__(f"allocator {plugin!r} {what}")
+        self.plugin = plugin
+
+
+class OutgrewPool(RequestFailed):
+    """The sequence had the whole pool to itself and still found no room for its next token."""
+
+
+class StepFailed(RequestFailed):
+    """The model raised while it computed a step of this request; `__cause__` has the exception."""
+
+
+class EngineBusy(KvpageError):  # noqa: N818
+    """`max_waiting` requests are queued already; try again later."""
+
+
+class EngineClosed(KvpageError):  # noqa: N818
+    """The engine was closed; make a new one."""
+
+
+class EngineBroken(KvpageError):  # noqa: N818
+    """The engine thread ended with an exception (see `__cause__`); make a new engine."""
+
+
+class OutOfBlocks(Exception):  # noqa: N818
+    """An allocator cannot grant what was asked now. Nothing observable has changed.
+
+    Attributes:
+        needed: blocks that the request needs.
+        available: blocks that could be granted to it.
+    """
+
+    def __init__(self, needed: int, available: int) -> None:
+        super().__init__(f"{needed} blocks needed, {available} available")
+        self.needed = needed
+        self.available = available
