@@ -1,8 +1,13 @@
 """Host side of paged attention: what a step asks of the kernel."""
 
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar, cast
+
 import attrs
 import numpy as np
 import numpy.typing as npt
+
+PlanT = TypeVar("PlanT")
 
 
 @attrs.frozen(eq=False)
@@ -28,3 +33,21 @@ class AttentionBatch:
     query_lens: npt.NDArray[np.int32]
     kv_lens: npt.NDArray[np.int32]
     block_size: int
+    # Any: each kernel keeps a plan of a type of its own here.
+    _plans: dict[Hashable, Any] = attrs.field(factory=dict, init=False, repr=False)
+
+    @property
+    def num_tokens(self) -> int:
+        """T, the queries of all sequences."""
+        return int(self.query_lens.sum())
+
+    def planned(self, key: Hashable, build: Callable[[], PlanT]) -> PlanT:
+        """What a kernel derives from this batch: built for the first layer that asks, then kept.
+
+        Args:
+            key: everything beside the batch that the plan depends on.
+            build: makes the plan; its type must follow from the key.
+        """
+        if key not in self._plans:
+            self._plans[key] = build()
+        return cast(PlanT, self._plans[key])
