@@ -75,3 +75,22 @@ class AllocatorStatistics:
     free_blocks: int
     largest_extent: int
     extra: Mapping[str, float] = attrs.field(factory=dict)
+
+
+@attrs.frozen
+class PoolStatistics:
+    """Blocks by state at one moment; `free + used + cached == num_blocks`.
+
+    Attributes:
+        num_blocks: blocks in the pool.
+        block_size: tokens per block.
+        free_blocks: blocks that can be granted.
+        used_blocks: blocks held by a sequence.
+        cached_blocks: blocks held by nobody, kept for prefix reuse, given up on demand.
+    """
+
+    num_blocks: int
+    block_size: int
+    free_blocks: int
+    used_blocks: int
+    cached_blocks: int

@@ -1,0 +1,1 @@
+"""Allocator strategies: the contract in `base`, one built-in strategy a module."""

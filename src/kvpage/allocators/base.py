@@ -21,8 +21,8 @@ class Grant:
         extents: blocks to append to the sequence's block table, in order.
         moves: pairs `(from, to)` for strategies that compact. The block manager puts `to` in the
             sequence's table in place of `from`; K and V are copied before the step computes;
-            `from` comes back through `free`. `to` is a free block that is in no extent of any
-            grant. Shared blocks are never moved.
+            `from` comes back through `free` once nobody holds it. `to` is a free block that is in
+            no extent of the grant. Sequences that share `from` keep it.
     """
 
     extents: tuple[Extent, ...] = ()
@@ -76,7 +76,7 @@ class Allocator(Protocol):
         ...
 
     def finish(self, seq: SequenceId) -> None:
-        """Forget `seq` (finished, cancelled, preempted: no difference). Comes after its last `free`.
+        """Forget `seq`: finished, cancelled or preempted. Comes after its last `free`.
 
         Where the strategy shares, blocks granted to `seq` may come back through `free` later still.
         """

@@ -1,0 +1,453 @@
+"""The ledger of blocks: who holds what, checked at every answer of an allocator.
+
+The block manager is the only caller of an allocator and the only owner of truth. An allocator
+chooses places; the block manager counts references, keeps block tables, remembers blocks of
+finished sequences for prefix reuse, and refuses an answer that breaks the contract before it
+changes anything.
+
+A block is in exactly one state::
+
+    free    the allocator may grant it                     references == FREE (0)
+    used    held by one sequence or more                   references >= 1
+    cached  held by nobody, its K and V kept for reuse     references == CACHED (-1)
+
+and `free + used + cached == num_blocks` after every operation.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from kvpage.allocators.base import Allocator, Grant, Trimmable
+from kvpage.blocks import BlockId, Extent, PoolGeometry, PoolStatistics, SequenceId
+from kvpage.errors import AllocatorFault, OutOfBlocks
+
+logger = logging.getLogger("kvpage")
+
+FREE = 0
+CACHED = -1
+
+_Answer = TypeVar("_Answer")
+
+
+@attrs.frozen
+class BlockKey:
+    """Names the content of one full block: its tokens and everything before them.
+
+    Attributes:
+        digest: identifies the chain of blocks up to and including this one.
+        parent: the digest of the block before; empty for the first block.
+        tokens: the block's token ids as bytes, compared on a hit, so that a collision of digests
+            can never hand a sequence somebody else's K and V.
+    """
+
+    digest: bytes
+    parent: bytes
+    tokens: bytes
+
+
+@attrs.define(eq=False)
+class _Holding:
+    """The blocks of one live sequence, in table order."""
+
+    row: int
+    blocks: list[BlockId]
+
+
+class BlockManager:
+    """Block tables and reference counts of all live sequences.
+
+    Attributes:
+        geometry: the pool.
+        tables: `int32[max_num_seqs, W]`: row `r` lists the blocks of the sequence that lives in
+            row `r`; W covers `max_model_len`. Read-only for everyone else.
+        capacity_tokens: `int64[max_num_seqs]`: tokens that the blocks of row `r` have room for.
+    """
+
+    def __init__(
+        self,
+        geometry: PoolGeometry,
+        allocator: Allocator,
+        *,
+        max_num_seqs: int,
+        name: str = "custom",
+        prefix_cache: bool = False,
+    ) -> None:
+        """Start with every block free.
+
+        Args:
+            geometry: the pool that `allocator` was built for.
+            allocator: hands out places; nobody else may call it from now on.
+            max_num_seqs: rows of the block table.
+            name: the allocator's name, for messages.
+            prefix_cache: keep full blocks of finished sequences for reuse; needs `sharing`.
+        """
+        self.geometry = geometry
+        self.tables: npt.NDArray[np.int32] = np.full(
+            (max_num_seqs, geometry.blocks_for(geometry.max_model_len)), -1, np.int32
+        )
+        self.capacity_tokens: npt.NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
+        self.prefix_cache = prefix_cache and allocator.sharing
+        self._allocator = allocator
+        self._name = name
+        self._references = [FREE] * geometry.num_blocks
+        self._holdings: dict[SequenceId, _Holding] = {}
+        self._num_free = geometry.num_blocks
+        self._keys: dict[BlockId, BlockKey] = {}
+        self._published: dict[bytes, BlockId] = {}
+        self._cached: dict[BlockId, None] = {}  # in order of release: the first is the oldest
+        self._copies: dict[BlockId, BlockId] = {}  # to -> from, until the next step takes them
+
+    @property
+    def available_blocks(self) -> int:
+        """Blocks that are free or would be after eviction of everything cached."""
+        return self._num_free + len(self._cached)
+
+    def blocks_of(self, seq: SequenceId) -> tuple[BlockId, ...]:
+        """The blocks that `seq` holds, in table order."""
+        return tuple(self._holdings[seq].blocks)
+
+    def admit(
+        self,
+        seq: SequenceId,
+        row: int,
+        num_tokens: int,
+        *,
+        max_tokens: int,
+        prefix: Sequence[BlockKey] = (),
+    ) -> int:
+        """Start `seq` in table row `row` with room for `num_tokens` tokens.
+
+        Args:
+            seq: an id that is not live.
+            row: a free row of `tables`.
+            num_tokens: tokens that need room now.
+            max_tokens: the sequence never grows beyond this.
+            prefix: keys of the sequence's leading full blocks; those found in the cache are shared.
+
+        Returns:
+            How many leading tokens have K and V already: a multiple of `block_size`, below
+            `num_tokens`, since at least one token must be computed to have logits.
+
+        Raises:
+            OutOfBlocks: not now; nothing has changed.
+            AllocatorFault: the allocator raised or its answer breaks the contract.
+        """
+        shared = self._match(prefix[: (num_tokens - 1) // self.geometry.block_size])
+        shared_tokens = len(shared) * self.geometry.block_size
+        self._hold(shared)
+        try:
+            grant = self._ask(
+                "admit",
+                lambda: self._allocator.admit(
+                    seq, num_tokens, max_tokens=max_tokens, shared_tokens=shared_tokens
+                ),
+            )
+            holding = _Holding(row, list(shared))
+            self._accept(seq, holding, grant, num_tokens)
+        except BaseException as error:
+            self._drop(shared)
+            if isinstance(error, AllocatorFault):
+                self._tell_finish(seq)
+            raise
+        self._write_table(holding, 0)
+        self._holdings[seq] = holding
+        return shared_tokens
+
+    def extend(self, seq: SequenceId, num_tokens: int) -> None:
+        """Make room for `num_tokens` tokens of `seq` in all.
+
+        Raises:
+            OutOfBlocks: not now; nothing has changed.
+            AllocatorFault: the allocator raised or its answer breaks the contract. `seq` still
+                holds what it held; release it.
+        """
+        holding = self._holdings[seq]
+        held = len(holding.blocks)
+        grant = self._ask("extend", lambda: self._allocator.extend(seq, num_tokens))
+        self._accept(seq, holding, grant, num_tokens)
+        self._write_table(holding, held)
+
+    def release(self, seq: SequenceId) -> None:
+        """`seq` is over (finished, cancelled, preempted): its blocks are free, or cached.
+
+        Raises:
+            KeyError: `seq` is not live; a double release is a bug of the caller.
+        """
+        holding = self._holdings.pop(seq)
+        self.tables[holding.row] = -1
+        self.capacity_tokens[holding.row] = 0
+        self._drop(holding.blocks)
+        self._tell_finish(seq)
+
+    def trim(self, num_tokens: npt.NDArray[np.int64]) -> int:
+        """Take unused tail blocks back from live sequences, where the strategy can.
+
+        Args:
+            num_tokens: `int64[max_num_seqs]`, tokens of each row that need room.
+
+        Returns:
+            How many blocks became free.
+        """
+        if not isinstance(self._allocator, Trimmable):
+            return 0
+        before = self._num_free
+        for seq, holding in self._holdings.items():
+            keep = self.geometry.blocks_for(int(num_tokens[holding.row]))
+            if len(holding.blocks) > keep:
+                self._trim_one(self._allocator, seq, holding, keep)
+        return self._num_free - before
+
+    def publish(self, seq: SequenceId, keys: Sequence[BlockKey], first: int) -> None:
+        """Offer full blocks of `seq` for reuse. Call it after the step that wrote them has ended.
+
+        Args:
+            seq: a live sequence.
+            keys: one key for each of its blocks `first, first + 1, ...`.
+            first: index in the sequence's table.
+        """
+        blocks = self._holdings[seq].blocks[first : first + len(keys)]
+        for block, key in zip(blocks, keys, strict=True):
+            if key.digest not in self._published and block not in self._keys:
+                self._published[key.digest] = block
+                self._keys[block] = key
+
+    def take_copies(self) -> npt.NDArray[np.int64]:
+        """Pairs `int64[C, 2]` of blocks (from, to) to copy before the next step computes.
+
+        All sources are read as they were before any destination is written. Asking empties the
+        list.
+        """
+        if not self._copies:
+            return _NO_COPIES
+        pairs = np.array([(source, to) for to, source in self._copies.items()], np.int64)
+        self._copies.clear()
+        return pairs
+
+    def statistics(self) -> PoolStatistics:
+        """Blocks by state."""
+        cached = len(self._cached)
+        used = self.geometry.num_blocks - self._num_free - cached
+        return PoolStatistics(
+            num_blocks=self.geometry.num_blocks,
+            block_size=self.geometry.block_size,
+            free_blocks=self._num_free,
+            used_blocks=used,
+            cached_blocks=cached,
+        )
+
+    def verify(self) -> None:
+        """Recount everything from the block tables. Cost: linear in blocks; for tests, debugging.
+
+        Raises:
+            AssertionError: the ledger contradicts itself.
+        """
+        counted = [FREE] * self.geometry.num_blocks
+        for holding in self._holdings.values():
+            for block in holding.blocks:
+                counted[block] += 1
+            width = min(len(holding.blocks), self.tables.shape[1])
+            assert self.tables[holding.row, :width].tolist() == holding.blocks[:width]
+        for block in self._cached:
+            assert counted[block] == FREE, f"block {block} is cached and held"
+            counted[block] = CACHED
+        assert counted == self._references
+        assert self._num_free == counted.count(FREE)
+        assert all(counted[block] != FREE for block in self._keys)
+        assert self._allocator.statistics().free_blocks == self._num_free
+
+    # -- prefix index --------------------------------------------------------------------------
+
+    def _match(self, prefix: Sequence[BlockKey]) -> list[BlockId]:
+        """The longest run of leading blocks that are published under these keys."""
+        blocks: list[BlockId] = []
+        for key in prefix:
+            block = self._published.get(key.digest)
+            if block is None or self._keys[block] != key:
+                break
+            blocks.append(block)
+        return blocks
+
+    def _evict(self, num_blocks: int) -> bool:
+        """Free up to `num_blocks` cached blocks, the oldest first; False if none is left."""
+        victims = [block for block, _ in zip(self._cached, range(num_blocks), strict=False)]
+        for block in victims:
+            del self._cached[block]
+            self._unpublish(block)
+            self._references[block] = FREE
+        self._give_back(victims)
+        return bool(victims)
+
+    def _unpublish(self, block: BlockId) -> None:
+        key = self._keys.pop(block, None)
+        if key is not None:
+            del self._published[key.digest]
+
+    # -- references ----------------------------------------------------------------------------
+
+    def _hold(self, blocks: Iterable[BlockId]) -> None:
+        for block in blocks:
+            if self._references[block] == CACHED:
+                del self._cached[block]
+                self._references[block] = FREE
+            self._references[block] += 1
+
+    def _drop(self, blocks: Sequence[BlockId]) -> None:
+        """One holder less. The last blocks go first, so that eviction takes leaves before roots."""
+        freed = []
+        for block in reversed(blocks):
+            self._references[block] -= 1
+            if self._references[block] == FREE:
+                if block in self._keys:
+                    self._references[block] = CACHED
+                    self._cached[block] = None
+                else:
+                    self._copies.pop(block, None)
+                    freed.append(block)
+        self._give_back(freed)
+
+    # -- the allocator -------------------------------------------------------------------------
+
+    def _ask(self, method: str, call: Callable[[], _Answer]) -> _Answer:
+        """Call the allocator; when it is out of blocks, evict what is cached and call again."""
+        while True:
+            try:
+                return call()
+            except OutOfBlocks as signal:
+                if not self._evict(max(1, signal.needed - signal.available)):
+                    raise
+            except Exception as error:
+                raise AllocatorFault(
+                    self._name, f"raised {type(error).__name__} in {method}: {error}"
+                ) from error
+
+    def _give_back(self, blocks: Sequence[BlockId]) -> None:
+        """These blocks are free. A strategy that fails here cannot unfree them."""
+        self._num_free += len(blocks)
+        if blocks:
+            self._tell("free", lambda: self._allocator.free(blocks))
+
+    def _tell_finish(self, seq: SequenceId) -> None:
+        self._tell("finish", lambda: self._allocator.finish(seq))
+
+    def _tell(self, method: str, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception:  # the request is over already; nobody is left to fail
+            logger.exception("allocator %r raised in %s", self._name, method)
+
+    def _accept(self, seq: SequenceId, holding: _Holding, grant: Grant, num_tokens: int) -> None:
+        """Check a grant as a whole, then enter it in the ledger and the block table."""
+        blocks = self._granted_blocks(grant)
+        problem = self._problem_with(grant, blocks, holding, num_tokens)
+        if problem:
+            self._return_refused(blocks, grant)
+            raise AllocatorFault(self._name, f"{problem} (sequence {seq}, {num_tokens} tokens)")
+        self._move(holding, grant.moves)
+        self._append(holding, blocks)
+
+    def _granted_blocks(self, grant: Grant) -> list[BlockId]:
+        if not isinstance(grant, Grant):
+            raise AllocatorFault(self._name, f"returned {grant!r} where a Grant was due")
+        if not all(isinstance(extent, Extent) for extent in grant.extents):
+            raise AllocatorFault(self._name, f"granted {grant.extents!r}, which are not Extents")
+        return [
+            BlockId(block)
+            for extent in grant.extents
+            for block in range(extent.first_block, extent.first_block + extent.num_blocks)
+        ]
+
+    def _problem_with(
+        self, grant: Grant, blocks: Sequence[BlockId], holding: _Holding, num_tokens: int
+    ) -> str | None:
+        """What is wrong with a grant, as the predicate of a sentence; None if nothing is."""
+        taken = [*blocks, *(to for _, to in grant.moves)] if grant.moves else blocks
+        for block in taken:
+            if not 0 <= block < self.geometry.num_blocks:
+                return f"granted block {block} of a pool of {self.geometry.num_blocks}"
+            if self._references[block] != FREE:
+                return f"granted block {block}, which is not free"
+        if len(set(taken)) != len(taken):
+            return "granted a block twice in one answer"
+        sources = [source for source, _ in grant.moves]
+        if len(set(sources)) != len(sources) or not set(sources) <= set(holding.blocks):
+            return f"moved blocks {sources}, not all of them blocks of the sequence"
+        room = (len(holding.blocks) + len(blocks)) * self.geometry.block_size
+        if room < num_tokens:
+            return f"made room for {room} tokens where {num_tokens} were asked"
+        return None
+
+    def _return_refused(self, blocks: Sequence[BlockId], grant: Grant) -> None:
+        """Offer back what a refused grant named and nobody holds, so that it is not lost."""
+        named = dict.fromkeys([*blocks, *(to for _, to in grant.moves)])
+        pool = range(self.geometry.num_blocks)
+        unheld = [b for b in named if b in pool and self._references[b] == FREE]
+        self._tell("free", lambda: self._allocator.free(unheld))
+
+    def _append(self, holding: _Holding, blocks: Sequence[BlockId]) -> None:
+        for block in blocks:
+            self._references[block] = 1
+        self._num_free -= len(blocks)
+        holding.blocks.extend(blocks)
+        self.capacity_tokens[holding.row] = len(holding.blocks) * self.geometry.block_size
+
+    def _write_table(self, holding: _Holding, first: int) -> None:
+        """Enter the blocks `first, first + 1, ...` of a holding in its row.
+
+        A strategy may grant beyond `max_model_len` (rounding up); such blocks have no entry.
+        """
+        row = self.tables[holding.row]
+        entries = holding.blocks[first : len(row)]
+        row[first : first + len(entries)] = entries
+
+    def _move(self, holding: _Holding, moves: Iterable[tuple[BlockId, BlockId]]) -> None:
+        """Put `to` in place of `from` in the sequence's table and note the copy."""
+        for source, to in moves:
+            index = holding.blocks.index(source)
+            holding.blocks[index] = to
+            if index < self.tables.shape[1]:
+                self.tables[holding.row, index] = to
+            self._references[to] = 1
+            self._num_free -= 1
+            self._copies[to] = self._copies.get(source, source)
+            self._rename_published(source, to)
+            self._drop([source])
+
+    def _rename_published(self, source: BlockId, to: BlockId) -> None:
+        """A published block that nobody else holds takes its key along."""
+        if self._references[source] == 1 and source in self._keys:
+            key = self._keys.pop(source)
+            self._keys[to] = key
+            self._published[key.digest] = to
+
+    def _trim_one(
+        self, allocator: Trimmable, seq: SequenceId, holding: _Holding, keep: int
+    ) -> None:
+        try:
+            blocks = list(allocator.trim(seq, keep * self.geometry.block_size))
+        except Exception:  # the sequence keeps what it has; pressure is met by preemption
+            logger.exception("allocator %r raised in trim", self._name)
+            return
+        tail = holding.blocks[len(holding.blocks) - len(blocks) :]
+        if sorted(blocks) != sorted(tail) or len(holding.blocks) - len(blocks) < keep:
+            logger.error("allocator %r trimmed blocks that are not a tail: %s", self._name, blocks)
+            return
+        self._forget_tail(holding, len(blocks))
+
+    def _forget_tail(self, holding: _Holding, num_blocks: int) -> None:
+        """The last blocks of `holding` are free; the allocator knows already."""
+        if not num_blocks:
+            return
+        for block in holding.blocks[-num_blocks:]:
+            self._references[block] = FREE
+        del holding.blocks[-num_blocks:]
+        self._num_free += num_blocks
+        self.tables[holding.row, len(holding.blocks) :] = -1
+        self.capacity_tokens[holding.row] = len(holding.blocks) * self.geometry.block_size
+
+
+_NO_COPIES: npt.NDArray[np.int64] = np.empty((0, 2), np.int64)

@@ -1,0 +1,284 @@
+"""What the next step computes: continuous batching over one token budget.
+
+Every running sequence has known tokens and, of these, computed ones. A decode step computes the
+single missing one, a prompt chunk computes several; a sequence whose tokens are all computed is
+sampled and knows one token more. Preemption by recompute is the same thing again: computed falls
+to zero, known stays (Yu et al., Orca, OSDI 2022; Agrawal et al., Sarathi-Serve, OSDI 2024).
+"""
+
+from bisect import insort
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from kvpage.batch import RunningBatch
+from kvpage.block_manager import BlockManager
+from kvpage.errors import AllocatorFault, OutgrewPool, OutOfBlocks, RequestFailed
+from kvpage.plan import StepPlan, StepResult
+from kvpage.sequence import Sequence, SequenceState
+
+WATERMARK = 0.01
+"""Share of the pool that an admission leaves free while others run, so that these can grow."""
+
+
+@attrs.frozen(eq=False)
+class Schedule:
+    """The scheduler's decision.
+
+    Attributes:
+        plan: what to compute; None when there is nothing.
+        failures: sequences that are over, each with what it ended by.
+    """
+
+    plan: StepPlan | None
+    failures: tuple[tuple[Sequence, RequestFailed], ...]
+
+
+@attrs.frozen(eq=False)
+class StepOutcome:
+    """What a step meant for the sequences that were sampled in it.
+
+    Attributes:
+        sequences: the sampled sequences.
+        token_ids: one new token for each.
+        finish_reasons: `"stop"`, `"length"` or None for each.
+    """
+
+    sequences: list[Sequence]
+    token_ids: list[int]
+    finish_reasons: list[str | None]
+
+
+class Scheduler:
+    """Queues of sequences over a block manager. First come, first served, within priorities.
+
+    Attributes:
+        num_preemptions: how often a running sequence lost its blocks, in all.
+        recomputed_tokens: tokens whose K and V were computed, lost, and had to be computed again.
+        blocked: did the head of the queue find no room in the last step?
+    """
+
+    def __init__(self, blocks: BlockManager, batch: RunningBatch, *, max_batch_tokens: int) -> None:
+        """Start empty.
+
+        Args:
+            blocks: the ledger; its rows are the batch's rows.
+            batch: the running batch.
+            max_batch_tokens: tokens that one step computes at most.
+        """
+        self.num_preemptions = 0
+        self.recomputed_tokens = 0
+        self.blocked = False
+        self._blocks = blocks
+        self._batch = batch
+        self._max_batch_tokens = max_batch_tokens
+        self._watermark_blocks = int(np.ceil(WATERMARK * blocks.geometry.num_blocks))
+        self._waiting: list[Sequence] = []  # sorted, the most urgent first
+        self._running: list[Sequence] = []  # sorted, the most urgent first
+        self._rows: npt.NDArray[np.int64] = np.empty(0, np.int64)  # of _running, in its order
+        self._failures: list[tuple[Sequence, RequestFailed]] = []
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences in the queue."""
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Sequences in the batch."""
+        return len(self._running)
+
+    @property
+    def live_sequences(self) -> list[Sequence]:
+        """All sequences that have not ended, running ones first."""
+        return [*self._running, *self._waiting]
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence."""
+        insort(self._waiting, sequence, key=_urgency)
+
+    def cancel(self, sequence: Sequence) -> None:
+        """End a sequence wherever it is; its blocks are free at once. Again is a no-op."""
+        if sequence.state is SequenceState.WAITING:
+            self._waiting.remove(sequence)
+            sequence.state = SequenceState.FINISHED
+        elif sequence.state is SequenceState.RUNNING:
+            self._leave_batch(sequence, SequenceState.FINISHED)
+
+    def schedule(self) -> Schedule:
+        """Decide the next step: room for decodes, then chunks of prompts, then admissions.
+
+        Preempts the least urgent sequences where room for a more urgent one is missing.
+        """
+        preempted = self.num_preemptions
+        self._grow()
+        if self.num_preemptions == preempted:  # who was preempted must not come back at once
+            self._admit_waiting()
+        plan = self._plan() if self._running else None
+        failures, self._failures = tuple(self._failures), []
+        return Schedule(plan, failures)
+
+    def update(self, plan: StepPlan, result: StepResult) -> StepOutcome:
+        """Enter what a step produced; sequences that ended leave the batch."""
+        batch = self._batch
+        batch.num_computed[plan.rows] += plan.query_lens
+        stopped, full = batch.append(plan.sample_rows, result.token_ids)
+        sequences = [batch.sequences[row] for row in plan.sample_rows.tolist()]
+        reasons: list[str | None] = [None] * len(sequences)
+        for i in np.flatnonzero(stopped | full).tolist():
+            reasons[i] = "stop" if stopped[i] else "length"
+            self._leave_batch(sequences[i], SequenceState.FINISHED)
+        return StepOutcome(sequences, result.token_ids.tolist(), reasons)
+
+    # -- room ----------------------------------------------------------------------------------
+
+    def _grow(self) -> None:
+        """Find room for every known token of the running sequences, the most urgent first."""
+        rows = self._rows
+        short = self._batch.num_tokens[rows] > self._blocks.capacity_tokens[rows]
+        for sequence in [self._running[i] for i in np.flatnonzero(short).tolist()]:
+            if sequence.state is SequenceState.RUNNING:  # not preempted for an earlier one
+                self._grow_one(sequence)
+
+    def _grow_one(self, sequence: Sequence) -> None:
+        """Trim, then preempt, until `sequence` has room; it may be the one to go."""
+        while sequence.state is SequenceState.RUNNING:
+            num_tokens = int(self._batch.num_tokens[sequence.row])
+            try:
+                self._blocks.extend(sequence.id, num_tokens)
+                return
+            except OutOfBlocks as signal:
+                if self._blocks.trim(self._batch.num_tokens):
+                    continue
+                if self._running == [sequence]:
+                    self._fail(sequence, _outgrew(num_tokens, signal, self._blocks))
+                else:
+                    self._preempt(self._running[-1])
+            except AllocatorFault as fault:
+                self._fail(sequence, fault)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.num_preemptions += 1
+        self.recomputed_tokens += int(self._batch.num_computed[sequence.row])
+        sequence.num_preemptions += 1
+        self._leave_batch(sequence, SequenceState.WAITING)
+        self.add(sequence)
+
+    def _fail(self, sequence: Sequence, error: RequestFailed) -> None:
+        self.cancel(sequence)
+        self._failures.append((sequence, error))
+
+    def _leave_batch(self, sequence: Sequence, state: SequenceState) -> None:
+        self._blocks.release(sequence.id)
+        self._batch.remove(sequence, state)
+        self._running.remove(sequence)
+        self._running_changed()
+
+    def _running_changed(self) -> None:
+        self._rows = np.array([sequence.row for sequence in self._running], np.int64)
+
+    # -- admission -----------------------------------------------------------------------------
+
+    def _admit_waiting(self) -> None:
+        """Start queued sequences in order while rows, budget and room last."""
+        self.blocked = False
+        batch = self._batch
+        pending = int((batch.num_tokens[self._rows] - batch.num_computed[self._rows]).sum())
+        while self._waiting and batch.next_row is not None and pending < self._max_batch_tokens:
+            sequence = self._waiting[0]
+            try:
+                computed = self._admit(sequence)
+            except OutOfBlocks as signal:
+                if self._running:
+                    self.blocked = True
+                    return
+                self._fail(sequence, _outgrew(len(sequence.tokens), signal, self._blocks))
+            except AllocatorFault as fault:
+                self._fail(sequence, fault)
+            else:
+                pending += len(sequence.tokens) - computed
+
+    def _admit(self, sequence: Sequence) -> int:
+        """Move the head of the queue into the batch; returns how many tokens are computed."""
+        num_tokens = len(sequence.tokens)
+        needed = self._blocks.geometry.blocks_for(num_tokens)
+        available = self._blocks.available_blocks
+        if self._running and needed + self._watermark_blocks > available:
+            raise OutOfBlocks(needed + self._watermark_blocks, available)
+        row = self._batch.next_row
+        assert row is not None
+        computed = self._blocks.admit(
+            sequence.id, row, num_tokens, max_tokens=sequence.max_total_tokens
+        )
+        self._waiting.pop(0)
+        self._batch.add(sequence, computed)
+        insort(self._running, sequence, key=_urgency)
+        self._running_changed()
+        return computed
+
+    # -- the plan ------------------------------------------------------------------------------
+
+    def _plan(self) -> StepPlan:
+        """Lay out the step: whose tokens, which positions, which slots."""
+        batch = self._batch
+        rows, query_lens = self._spend_budget()
+        computed = batch.num_computed[rows]
+        kv_lens = computed + query_lens
+        of_token, positions = _expand(rows, query_lens, computed)
+        block_size = self._blocks.geometry.block_size
+        blocks = self._blocks.tables[of_token, positions // block_size].astype(np.int64)
+        samples = kv_lens == batch.num_tokens[rows]
+        sample_rows = rows[samples]
+        return StepPlan(
+            rows=rows.astype(np.int32),
+            query_lens=query_lens.astype(np.int32),
+            kv_lens=kv_lens.astype(np.int32),
+            token_ids=batch.tokens[of_token, positions].astype(np.int64),
+            positions=positions,
+            slots=blocks * block_size + positions % block_size,
+            block_tables=self._blocks.tables,
+            copies=self._blocks.take_copies(),
+            sample_tokens=(np.cumsum(query_lens) - 1)[samples],
+            sample_rows=sample_rows,
+            sample_indices=batch.num_tokens[sample_rows] - batch.prompt_tokens[sample_rows],
+            sampling=batch.sampling.take(sample_rows),
+        )
+
+    def _spend_budget(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Rows of this step and their query lengths: decodes first, then chunks, in urgency."""
+        pending = self._batch.num_tokens[self._rows] - self._batch.num_computed[self._rows]
+        decodes = self._rows[pending == 1][: self._max_batch_tokens]
+        budget = self._max_batch_tokens - len(decodes)
+        if len(decodes) == len(self._rows) or budget == 0:
+            return decodes, np.ones(len(decodes), np.int64)
+        prefills, missing = self._rows[pending > 1], pending[pending > 1]
+        before = np.cumsum(missing) - missing
+        chunks = np.minimum(missing, budget - before)
+        served = chunks > 0
+        return (
+            np.concatenate([decodes, prefills[served]]),
+            np.concatenate([np.ones(len(decodes), np.int64), chunks[served]]),
+        )
+
+
+def _urgency(sequence: Sequence) -> tuple[int, int]:
+    return sequence.urgency
+
+
+def _outgrew(num_tokens: int, signal: OutOfBlocks, blocks: BlockManager) -> OutgrewPool:
+    return OutgrewPool(
+        f"{num_tokens} tokens need {signal.needed} more blocks, but the pool of "
+        f"{blocks.geometry.num_blocks} blocks has only {signal.available} to give"
+    )
+
+
+def _expand(
+    rows: npt.NDArray[np.int64], query_lens: npt.NDArray[np.int64], first: npt.NDArray[np.int64]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Row and position of every token of a step: both `int64[T]`."""
+    if len(rows) and query_lens.max() == 1:
+        return rows, first
+    starts = np.cumsum(query_lens) - query_lens
+    offsets = np.repeat(first - starts, query_lens)
+    return np.repeat(rows, query_lens), offsets + np.arange(len(offsets))

@@ -1,0 +1,59 @@
+"""A request on its way through the engine."""
+
+from enum import Enum
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from kvpage.blocks import SequenceId
+from kvpage.sampling import SamplingParams
+
+
+class SequenceState(Enum):
+    """Where a sequence is. WAITING and RUNNING may alternate (preemption); FINISHED is final."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@attrs.define(eq=False)
+class Sequence:
+    """One request's tokens and state, owned by the scheduler.
+
+    While it runs, its tokens and counters live in a row of the `RunningBatch`; while it waits,
+    `tokens` holds all that is known: the prompt and, after a preemption, what was generated.
+
+    Attributes:
+        id: unique in the engine.
+        tokens: `int32[n]`, known tokens while not running.
+        prompt_tokens: length of the prompt.
+        max_total_tokens: prompt and output together end here at the latest.
+        params: how tokens are chosen.
+        seed: the effective seed.
+        stop_token_ids: the tokens that end it (the model's own and the request's).
+        priority: lower runs first.
+        state: see `SequenceState`.
+        row: its row in the running batch; -1 when it does not run.
+        num_preemptions: how often it lost its blocks.
+        cached_tokens: prompt tokens that the prefix cache gave at the first admission.
+    """
+
+    id: SequenceId
+    tokens: npt.NDArray[np.int32]
+    prompt_tokens: int
+    max_total_tokens: int
+    params: SamplingParams = attrs.field(factory=SamplingParams)
+    seed: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    priority: int = 0
+    state: SequenceState = SequenceState.WAITING
+    row: int = -1
+    num_preemptions: int = 0
+    cached_tokens: int = 0
+
+    @property
+    def urgency(self) -> tuple[int, int]:
+        """Sort key: lower is served first and preempted last."""
+        return (self.priority, self.id)
