@@ -25,6 +25,7 @@ import numpy.typing as npt
 from kvpage.allocators.base import Allocator, Grant, Trimmable
 from kvpage.blocks import BlockId, Extent, PoolGeometry, PoolStatistics, SequenceId
 from kvpage.errors import AllocatorFault, OutOfBlocks
+from kvpage.prefix import BlockKey
 
 logger = logging.getLogger("kvpage")
 
@@ -32,22 +33,6 @@ FREE = 0
 CACHED = -1
 
 _Answer = TypeVar("_Answer")
-
-
-@attrs.frozen
-class BlockKey:
-    """Names the content of one full block: its tokens and everything before them.
-
-    Attributes:
-        digest: identifies the chain of blocks up to and including this one.
-        parent: the digest of the block before; empty for the first block.
-        tokens: the block's token ids as bytes, compared on a hit, so that a collision of digests
-            can never hand a sequence somebody else's K and V.
-    """
-
-    digest: bytes
-    parent: bytes
-    tokens: bytes
 
 
 @attrs.define(eq=False)

@@ -16,6 +16,7 @@ from kvpage.batch import RunningBatch
 from kvpage.block_manager import BlockManager
 from kvpage.errors import AllocatorFault, OutgrewPool, OutOfBlocks, RequestFailed
 from kvpage.plan import StepPlan, StepResult
+from kvpage.prefix import BlockKey
 from kvpage.sequence import Sequence, SequenceState
 
 WATERMARK = 0.01
@@ -56,6 +57,8 @@ class Scheduler:
     Attributes:
         num_preemptions: how often a running sequence lost its blocks, in all.
         recomputed_tokens: tokens whose K and V were computed, lost, and had to be computed again.
+        prompt_tokens: prompt tokens of all sequences at their first admission.
+        cached_prompt_tokens: how many of these the prefix cache gave.
         blocked: did the head of the queue find no room in the last step?
     """
 
@@ -69,6 +72,8 @@ class Scheduler:
         """
         self.num_preemptions = 0
         self.recomputed_tokens = 0
+        self.prompt_tokens = 0
+        self.cached_prompt_tokens = 0
         self.blocked = False
         self._blocks = blocks
         self._batch = batch
@@ -123,6 +128,8 @@ class Scheduler:
         """Enter what a step produced; sequences that ended leave the batch."""
         batch = self._batch
         batch.num_computed[plan.rows] += plan.query_lens
+        if self._blocks.prefix_cache:
+            self._publish(plan)
         stopped, full = batch.append(plan.sample_rows, result.token_ids)
         sequences = [batch.sequences[row] for row in plan.sample_rows.tolist()]
         reasons: list[str | None] = [None] * len(sequences)
@@ -209,13 +216,44 @@ class Scheduler:
         row = self._batch.next_row
         assert row is not None
         computed = self._blocks.admit(
-            sequence.id, row, num_tokens, max_tokens=sequence.max_total_tokens
+            sequence.id,
+            row,
+            num_tokens,
+            max_tokens=sequence.max_total_tokens,
+            prefix=self._prefix(sequence),
         )
+        self._count_prefix(sequence, computed)
         self._waiting.pop(0)
         self._batch.add(sequence, computed)
         insort(self._running, sequence, key=_urgency)
         self._running_changed()
         return computed
+
+    def _prefix(self, sequence: Sequence) -> list[BlockKey]:
+        """Keys of the full blocks of a waiting sequence that may be in the cache."""
+        if sequence.prefix_keys is None or not self._blocks.prefix_cache:
+            return []
+        # The last token is always computed, since its logits are needed.
+        num_blocks = (len(sequence.tokens) - 1) // self._blocks.geometry.block_size
+        return sequence.prefix_keys.first(num_blocks, sequence.tokens)
+
+    def _count_prefix(self, sequence: Sequence, computed: int) -> None:
+        if sequence.num_preemptions == 0:
+            sequence.cached_tokens = computed
+            self.prompt_tokens += len(sequence.tokens)
+            self.cached_prompt_tokens += computed
+
+    def _publish(self, plan: StepPlan) -> None:
+        """Offer the blocks that this step filled for reuse."""
+        block_size = self._blocks.geometry.block_size
+        before = (plan.kv_lens - plan.query_lens) // block_size
+        after = plan.kv_lens // block_size
+        for i in np.flatnonzero(after > before).tolist():
+            row, first, end = int(plan.rows[i]), int(before[i]), int(after[i])
+            sequence = self._batch.sequences[row]
+            if sequence is not None and sequence.prefix_keys is not None:
+                keys = sequence.prefix_keys.first(end, self._batch.tokens[row])
+                self._blocks.publish(sequence.id, keys[first:end], first)
 
     # -- the plan ------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpage.blocks import SequenceId
+from kvpage.prefix import PrefixKeys
 from kvpage.sampling import SamplingParams
 
 
@@ -33,6 +34,7 @@ class Sequence:
         params: how tokens are chosen.
         seed: the effective seed.
         stop_token_ids: the tokens that end it (the model's own and the request's).
+        prefix_keys: names its blocks for prefix reuse; None shares nothing.
         priority: lower runs first.
         state: see `SequenceState`.
         row: its row in the running batch; -1 when it does not run.
@@ -47,6 +49,7 @@ class Sequence:
     params: SamplingParams = attrs.field(factory=SamplingParams)
     seed: int = 0
     stop_token_ids: tuple[int, ...] = ()
+    prefix_keys: PrefixKeys | None = None
     priority: int = 0
     state: SequenceState = SequenceState.WAITING
     row: int = -1
