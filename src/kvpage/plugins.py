@@ -24,6 +24,10 @@ ENTRY_POINT_GROUP = "kvpage"
 _PROTOCOL_MEMBERS = ("sharing", "admit", "extend", "free", "finish", "statistics")
 
 
+def _read_only(options: Mapping[str, Any]) -> Mapping[str, Any]:
+    return MappingProxyType(dict(options))
+
+
 @attrs.frozen
 class AllocatorSpec:
     """What `allocator="name:key=value,..."` says.
@@ -38,9 +42,7 @@ class AllocatorSpec:
     name: str
     factory: AllocatorFactory | None = None
     block_size: int | None = None
-    options: Mapping[str, Any] = attrs.field(
-        factory=dict, converter=lambda options: MappingProxyType(dict(options))
-    )
+    options: Mapping[str, Any] = attrs.field(factory=dict, converter=_read_only)
 
     @classmethod
     def parse(cls, allocator: "str | AllocatorFactory | AllocatorSpec") -> "AllocatorSpec":
