@@ -10,9 +10,8 @@ taken over them. Everything is computed in float32, or in float64 if the queries
 import numpy as np
 import torch
 
+from kvpage.kernels.quantisation import quantised
 from kvpage.kernels.work import AttentionBatch
-
-INT8_MAX = 127
 
 
 def paged_attention(
@@ -104,26 +103,6 @@ def copy_blocks(
         before = pool.clone()
         for source, destination in copies.tolist():
             pool[_block(destination, block_size)] = before[_block(source, block_size)]
-
-
-def quantised(x: torch.Tensor, dtype: torch.dtype, scales: torch.Tensor | None) -> torch.Tensor:
-    """`x` as a pool of this type stores it.
-
-    Args:
-        x: `[T, Hkv, D]`.
-        dtype: of the pool.
-        scales: `[Hkv]`, or none for a scale of one.
-    """
-    if scales is not None:
-        x = x.float() / scales.float()[:, None]
-    if dtype == torch.int8:
-        # Half up rather than to even: one instruction less on a GPU, the same error bound.
-        return torch.floor(x.float() + 0.5).clamp(-INT8_MAX, INT8_MAX).to(dtype)
-    if dtype.itemsize == 1:
-        # A cast alone would turn what is too large into NaN or infinity.
-        limit = torch.finfo(dtype).max
-        return x.float().clamp(-limit, limit).to(dtype)
-    return x.to(dtype)
 
 
 def _block(block: int, block_size: int) -> slice:

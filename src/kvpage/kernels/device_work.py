@@ -1,0 +1,157 @@
+"""A step's work list on the device, in one buffer and by one copy.
+
+Five arrays of integers describe a step: items and merges of both launches, and the flat block
+table. They lie behind one another in one buffer, of which pinned host memory holds a twin, so
+that planning a step costs one asynchronous copy and no wait.
+
+    [ decode items | decode merges | extend items | extend merges | table ]
+
+A captured CUDA graph replays fixed grids over fixed addresses. For it the sections have room for
+the largest step, the rest of them is padding, and `load` overwrites the buffer before a replay.
+The table comes last, so that only its used part has to travel.
+"""
+
+import attrs
+import torch
+
+from kvpage.kernels.work import (
+    ITEM_WORDS,
+    MERGE_WORDS,
+    PADDING,
+    AttentionBatch,
+    Capacity,
+    Cut,
+    StepWork,
+    WorkShape,
+    plan_step,
+)
+
+
+@attrs.frozen
+class Layout:
+    """How many records each section of the buffer has room for, in the order of the buffer."""
+
+    decode_items: int
+    decode_merges: int
+    extend_items: int
+    extend_merges: int
+    table_entries: int
+
+    @property
+    def words(self) -> list[int]:
+        """The length of each section in int32. All but the last are multiples of 16 bytes."""
+        return [
+            self.decode_items * ITEM_WORDS,
+            self.decode_merges * MERGE_WORDS,
+            self.extend_items * ITEM_WORDS,
+            self.extend_merges * MERGE_WORDS,
+            self.table_entries,
+        ]
+
+    @classmethod
+    def of(cls, work: StepWork) -> "Layout":
+        """Just enough room for a step."""
+        return cls(
+            len(work.decode.items),
+            len(work.decode.merges),
+            len(work.extend.items),
+            len(work.extend.merges),
+            len(work.table),
+        )
+
+    @classmethod
+    def padded(cls, capacity: Capacity, num_sequences: int) -> "Layout":
+        """Room for any decode step within these bounds."""
+        return cls(capacity.num_items, num_sequences, 0, 0, capacity.table_entries)
+
+
+@attrs.frozen(eq=False)
+class Launch:
+    """The records of one kernel launch on the device; the lengths give the grids.
+
+    Attributes:
+        items: `int32[N, 8]`, as in `work`.
+        merges: `int32[M, 4]`, as in `work`.
+        num_parts: upper bound of the partial results.
+        queries: upper bound of the queries of an item.
+    """
+
+    items: torch.Tensor
+    merges: torch.Tensor
+    num_parts: int
+    queries: int
+
+
+class DeviceWork:
+    """Two launches and a table in device memory.
+
+    Attributes:
+        shape: how steps are cut up.
+        layout: room of the sections.
+        table: `int32[E]` on the device.
+        decode: for sequences with one query.
+        extend: for sequences with several queries.
+    """
+
+    def __init__(
+        self, shape: WorkShape, layout: Layout, parts: tuple[int, int], device: torch.device
+    ) -> None:
+        self.shape = shape
+        self.layout = layout
+        size = sum(layout.words)
+        self._host = torch.full((size,), PADDING, dtype=torch.int32, pin_memory=_pins(device))
+        self._device = torch.full((size,), PADDING, dtype=torch.int32, device=device)
+        self._host_sections = [s.numpy() for s in torch.split(self._host, layout.words)]
+        items, merges, more_items, more_merges, self.table = torch.split(self._device, layout.words)
+        self.decode = _launch(items, merges, parts[0], shape.decode)
+        self.extend = _launch(more_items, more_merges, parts[1], shape.extend)
+
+    def load(self, work: StepWork) -> None:
+        """Replace what the buffer holds; the copy is queued on the current stream.
+
+        The caller must not load again before the device has done the copy. A step that ends by
+        reading its sampled tokens has waited for it.
+
+        Raises:
+            ValueError: the step is larger than the layout.
+        """
+        decode, extend = work.decode, work.extend
+        sections = (decode.items, decode.merges, extend.items, extend.merges, work.table)
+        self._refuse_if_larger(Layout.of(work))
+        for room, section in zip(self._host_sections, sections, strict=True):
+            room[: section.size] = section.reshape(-1)
+            if room is not self._host_sections[-1]:
+                room[section.size :] = PADDING
+        used = self._host.numel() - self.layout.table_entries + len(work.table)
+        self._device[:used].copy_(self._host[:used], non_blocking=True)
+
+    def _refuse_if_larger(self, needed: Layout) -> None:
+        for name, records in attrs.asdict(needed).items():
+            room = getattr(self.layout, name)
+            if records > room:
+                raise ValueError(f"the step has {records} {name}, there is room for {room}")
+
+
+def device_work(batch: AttentionBatch, shape: WorkShape, device: torch.device) -> DeviceWork:
+    """The batch's work on the device, planned and copied for the first layer that asks."""
+    return batch.planned((shape, device), lambda: _build(batch, shape, device))
+
+
+def _build(batch: AttentionBatch, shape: WorkShape, device: torch.device) -> DeviceWork:
+    if batch.capacity is not None:
+        layout = Layout.padded(batch.capacity, len(batch.rows))
+        return DeviceWork(shape, layout, (layout.decode_items, 0), device)
+    work = plan_step(batch, shape)
+    parts = (work.decode.num_parts, work.extend.num_parts)
+    on_device = DeviceWork(shape, Layout.of(work), parts, device)
+    on_device.load(work)
+    return on_device
+
+
+def _launch(items: torch.Tensor, merges: torch.Tensor, num_parts: int, cut: Cut) -> Launch:
+    return Launch(items.view(-1, ITEM_WORDS), merges.view(-1, MERGE_WORDS), num_parts, cut.queries)
+
+
+def _pins(device: torch.device) -> bool:
+    """Whether copies to this device gain from page-locked memory: without it they block."""
+    return device.type == "cuda"
