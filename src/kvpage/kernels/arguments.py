@@ -4,6 +4,8 @@ A kernel trusts its arguments: a wrong stride or device there is silent nonsense
 These checks cost some microseconds a layer, nothing in a captured graph, and no device access.
 """
 
+import math
+
 import attrs
 import torch
 
@@ -90,7 +92,7 @@ def check_pools(k_pool: torch.Tensor, v_pool: torch.Tensor, kv_scales: KVScales 
     """Refuse pools that do not belong together.
 
     Raises:
-        ValueError: they differ in slots, heads, type or device, or lack scales.
+        ValueError: they differ in slots, heads, type or device, or scales lack or are too many.
     """
     if k_pool.ndim != 3 or v_pool.ndim != 3 or k_pool.shape[:2] != v_pool.shape[:2]:
         raise ValueError(
@@ -106,6 +108,8 @@ def check_pools(k_pool: torch.Tensor, v_pool: torch.Tensor, kv_scales: KVScales 
         if k_pool.dtype == torch.int8:
             raise ValueError("int8 pools need kv_scales: a K or V is rarely a whole number")
         return
+    if k_pool.dtype.itemsize > 1:
+        raise ValueError(f"kv_scales are for int8 and fp8 pools, got {k_pool.dtype} pools")
     check_vector("k_scales", kv_scales[0], k_pool.shape[1], k_pool.device)
     check_vector("v_scales", kv_scales[1], k_pool.shape[1], k_pool.device)
 
@@ -143,6 +147,25 @@ def check_vector(name: str, vector: torch.Tensor | None, length: int, device: to
     if vector.shape != (length,) or not vector.is_contiguous():
         raise ValueError(f"{name} must be contiguous of shape [{length}], got {describe(vector)}")
     _check_device(name, vector, device)
+
+
+def stride_alignment(name: str, tensor: torch.Tensor) -> int:
+    """What the first two strides are multiples of, in elements: up to 16, from the last dim alone.
+
+    Raises:
+        ValueError: they are not, so vectors of this length would not be aligned.
+    """
+    align = math.gcd(16, tensor.shape[2])
+    if tensor.stride(0) % align or tensor.stride(1) % align:
+        raise ValueError(
+            f"the strides of {name} must be multiples of {align}, got {describe(tensor)}"
+        )
+    return align
+
+
+def padded_dim(head_dim: int) -> int:
+    """The block a kernel works on: matrix products want powers of two, of at least 16."""
+    return max(16, 1 << (head_dim - 1).bit_length())
 
 
 def describe(tensor: torch.Tensor) -> str:

@@ -82,6 +82,23 @@ class Launch:
     queries: int
 
 
+class TwinBuffer:
+    """Device memory and its twin on the host, which is page-locked so that copies do not block.
+
+    Attributes:
+        host: written by the owner.
+        device: what `send` last sent, on the device.
+    """
+
+    def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.host = torch.full((size,), PADDING, dtype=dtype, pin_memory=device.type == "cuda")
+        self.device = torch.full((size,), PADDING, dtype=dtype, device=device)
+
+    def send(self, size: int | None = None) -> None:
+        """Queue a copy of the first `size` elements, or of all, on the current stream."""
+        self.device[:size].copy_(self.host[:size], non_blocking=True)
+
+
 class DeviceWork:
     """Two launches and a table in device memory.
 
@@ -98,11 +115,11 @@ class DeviceWork:
     ) -> None:
         self.shape = shape
         self.layout = layout
-        size = sum(layout.words)
-        self._host = torch.full((size,), PADDING, dtype=torch.int32, pin_memory=_pins(device))
-        self._device = torch.full((size,), PADDING, dtype=torch.int32, device=device)
-        self._host_sections = [s.numpy() for s in torch.split(self._host, layout.words)]
-        items, merges, more_items, more_merges, self.table = torch.split(self._device, layout.words)
+        self._buffer = TwinBuffer(sum(layout.words), torch.int32, device)
+        self._host_sections = [s.numpy() for s in torch.split(self._buffer.host, layout.words)]
+        items, merges, more_items, more_merges, self.table = torch.split(
+            self._buffer.device, layout.words
+        )
         self.decode = _launch(items, merges, parts[0], shape.decode)
         self.extend = _launch(more_items, more_merges, parts[1], shape.extend)
 
@@ -115,15 +132,14 @@ class DeviceWork:
         Raises:
             ValueError: the step is larger than the layout.
         """
-        decode, extend = work.decode, work.extend
-        sections = (decode.items, decode.merges, extend.items, extend.merges, work.table)
         self._refuse_if_larger(Layout.of(work))
-        for room, section in zip(self._host_sections, sections, strict=True):
+        decode, extend = work.decode, work.extend
+        records = (decode.items, decode.merges, extend.items, extend.merges)
+        for room, section in zip(self._host_sections[:-1], records, strict=True):
             room[: section.size] = section.reshape(-1)
-            if room is not self._host_sections[-1]:
-                room[section.size :] = PADDING
-        used = self._host.numel() - self.layout.table_entries + len(work.table)
-        self._device[:used].copy_(self._host[:used], non_blocking=True)
+            room[section.size :] = PADDING
+        self._host_sections[-1][: len(work.table)] = work.table
+        self._buffer.send(sum(self.layout.words[:-1]) + len(work.table))
 
     def _refuse_if_larger(self, needed: Layout) -> None:
         for name, records in attrs.asdict(needed).items():
@@ -150,8 +166,3 @@ def _build(batch: AttentionBatch, shape: WorkShape, device: torch.device) -> Dev
 
 def _launch(items: torch.Tensor, merges: torch.Tensor, num_parts: int, cut: Cut) -> Launch:
     return Launch(items.view(-1, ITEM_WORDS), merges.view(-1, MERGE_WORDS), num_parts, cut.queries)
-
-
-def _pins(device: torch.device) -> bool:
-    """Whether copies to this device gain from page-locked memory: without it they block."""
-    return device.type == "cuda"

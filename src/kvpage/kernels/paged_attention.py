@@ -40,7 +40,6 @@ Dims: T query tokens, Hq = Hkv * G query heads, D and Dv head dims (padded to po
 `D_PAD`, `DV_PAD`), N items, M merges, P partial results.
 """
 
-import math
 from typing import Any
 
 import attrs
@@ -48,7 +47,13 @@ import torch
 import triton
 import triton.language as tl
 
-from kvpage.kernels.arguments import AttentionCall, check_call, check_output, describe
+from kvpage.kernels.arguments import (
+    AttentionCall,
+    check_call,
+    check_output,
+    padded_dim,
+    stride_alignment,
+)
 from kvpage.kernels.device_work import Launch, device_work
 from kvpage.kernels.work import ITEM_WORDS, MERGE_WORDS, AttentionBatch, Cut, WorkShape
 
@@ -329,16 +334,24 @@ class Tilings:
 def default_tilings(call: AttentionCall) -> Tilings:
     """Tilings that compile without spills for these types and head dims, see the kernel reference.
 
-    They depend on the model alone, never on the batch. A decoding sequence is cut every 256 keys,
-    or more for large groups, so that the parts' results stay small beside their keys. Extending
-    sequences have many queries to fill the GPU with and are cut only where they get very long.
+    They depend on the model alone, never on the batch. Extending sequences have many queries to
+    fill the GPU with and are cut only where they get very long.
     """
     group_rows = triton.next_power_of_2(call.group_size)
     tile = _default_tile(call)
     return Tilings(
-        Tiling(max(16, group_rows), tile, split=max(256, 64 * call.group_size)),
+        Tiling(max(16, group_rows), tile, split=decode_split(call.group_size)),
         Tiling(max(64, group_rows), tile, split=16384),
     )
+
+
+def decode_split(group_size: int) -> int:
+    """Where a decoding sequence is cut, in keys.
+
+    A part writes `G * Dv` float32 a KV head and reads `keys * (D + Dv)` numbers, so with 64 keys
+    or more for each head of the group the parts' results are a few per cent of the traffic.
+    """
+    return max(256, 64 * group_size)
 
 
 def _default_tile(call: AttentionCall) -> int:
@@ -408,7 +421,7 @@ def attend_arguments(
     """
     q, k_pool, v_pool = call.q, call.k_pool, call.v_pool
     k_scales, v_scales = call.kv_scales or (None, None)
-    q_align = _query_alignment(call)
+    q_align = stride_alignment("q", q)
     return {
         "q_ptr": q,
         "k_ptr": k_pool,
@@ -430,7 +443,7 @@ def attend_arguments(
         "V_SLOT_STRIDE": v_pool.stride(0),
         "V_HEAD_STRIDE": v_pool.stride(1),
         "D": call.head_dim,
-        "D_PAD": _padded(call.head_dim),
+        "D_PAD": padded_dim(call.head_dim),
         "BLOCK": call.batch.block_size,
         "TILE": tiling.tile,
         "ROWS": tiling.rows,
@@ -499,22 +512,9 @@ def _shared_constants(call: AttentionCall, launch: Launch) -> dict[str, int]:
         "HKV": call.num_kv_heads,
         "G": call.group_size,
         "DV": call.value_dim,
-        "DV_PAD": _padded(call.value_dim),
+        "DV_PAD": padded_dim(call.value_dim),
         "QUERIES": launch.queries,
     }
-
-
-def _query_alignment(call: AttentionCall) -> int:
-    """What all strides of q are multiples of, in elements: up to 16, from the head dim alone."""
-    align = math.gcd(16, call.head_dim)
-    if call.q.stride(0) % align or call.q.stride(1) % align:
-        raise ValueError(f"the strides of q must be multiples of {align}, got {describe(call.q)}")
-    return align
-
-
-def _padded(head_dim: int) -> int:
-    """Matrix products want powers of two, of at least 16."""
-    return max(16, int(triton.next_power_of_2(head_dim)))
 
 
 def _compute_type(dtype: torch.dtype) -> tl.dtype:
