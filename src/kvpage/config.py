@@ -179,7 +179,7 @@ class EngineConfig:
             return min(model_max_len, pool_tokens)
         if self.max_model_len > model_max_len:
             raise ConfigError(
-                f"max_model_len is {self.max_model_len}, but the model ends at {model_max_len} tokens"
+                f"max_model_len is {self.max_model_len}, but the model ends at {model_max_len}"
             )
         if self.max_model_len > pool_tokens:
             raise ConfigError(

@@ -5,6 +5,7 @@ A fault ends in `Error` (or says what failed); an expected signal does not::
     KvpageError
     ├── PluginError            an allocator plugin is unknown or breaks the rules of the door
     ├── ConfigError            an engine setting cannot work
+    ├── TraceError             a request trace cannot be read, or a line of it makes no sense
     ├── UnsupportedModelError  the model's attention cannot be paged
     ├── RequestError           the request cannot be served; nothing was done for it
     │   ├── RequestTooLong     prompt and max_tokens do not fit max_model_len
@@ -31,6 +32,10 @@ class PluginError(KvpageError):
 
 class ConfigError(KvpageError, ValueError):
     """An engine setting cannot work; the sentence has the numbers."""
+
+
+class TraceError(KvpageError, ValueError):
+    """A request trace cannot be read; the sentence names the file and, if it has one, the line."""
 
 
 class UnsupportedModelError(KvpageError):

@@ -120,8 +120,7 @@ def build_allocator(
             option, or an object without the methods of the contract; the sentence says which.
     """
     spec = AllocatorSpec.parse(allocator)
-    factory = spec.factory or find_allocator(spec.name, plugins=plugins).factory
-    _check_options(spec, factory)
+    factory = check_allocator_spec(spec, plugins=plugins)
     try:
         built = factory(geometry, **spec.options)
     except (TypeError, ValueError) as error:
@@ -133,6 +132,20 @@ def build_allocator(
             f"the contract is kvpage.Allocator"
         )
     return built
+
+
+def check_allocator_spec(
+    allocator: str | AllocatorFactory | AllocatorSpec, *, plugins: Iterable[object] = ()
+) -> AllocatorFactory:
+    """The factory that `allocator` names, once it is known to take the options named with it.
+
+    Raises:
+        PluginError: see `build_allocator`; what depends on the pool is found out only there.
+    """
+    spec = AllocatorSpec.parse(allocator)
+    factory = spec.factory or find_allocator(spec.name, plugins=plugins).factory
+    _check_options(spec, factory)
+    return factory
 
 
 def find_allocator(name: str, *, plugins: Iterable[object] = ()) -> AllocatorPlugin:

@@ -14,10 +14,11 @@ import numpy.typing as npt
 
 from kvpage.batch import RunningBatch
 from kvpage.block_manager import BlockManager
+from kvpage.blocks import PoolStatistics
 from kvpage.errors import AllocatorFault, OutgrewPool, OutOfBlocks, RequestFailed
 from kvpage.plan import StepPlan, StepResult
 from kvpage.prefix import BlockKey
-from kvpage.sequence import Sequence, SequenceState
+from kvpage.sequence import FinishReason, Sequence, SequenceState
 
 WATERMARK = 0.01
 """Share of the pool that an admission leaves free while others run, so that these can grow."""
@@ -29,10 +30,12 @@ class Schedule:
 
     Attributes:
         plan: what to compute; None when there is nothing.
+        admitted: sequences that entered the batch, for the first time or again.
         failures: sequences that are over, each with what it ended by.
     """
 
     plan: StepPlan | None
+    admitted: tuple[Sequence, ...]
     failures: tuple[tuple[Sequence, RequestFailed], ...]
 
 
@@ -48,7 +51,7 @@ class StepOutcome:
 
     sequences: list[Sequence]
     token_ids: list[int]
-    finish_reasons: list[str | None]
+    finish_reasons: list[FinishReason | None]
 
 
 class Scheduler:
@@ -82,6 +85,7 @@ class Scheduler:
         self._waiting: list[Sequence] = []  # sorted, the most urgent first
         self._running: list[Sequence] = []  # sorted, the most urgent first
         self._rows: npt.NDArray[np.int64] = np.empty(0, np.int64)  # of _running, in its order
+        self._admitted: list[Sequence] = []
         self._failures: list[tuple[Sequence, RequestFailed]] = []
 
     @property
@@ -93,11 +97,6 @@ class Scheduler:
     def num_running(self) -> int:
         """Sequences in the batch."""
         return len(self._running)
-
-    @property
-    def live_sequences(self) -> list[Sequence]:
-        """All sequences that have not ended, running ones first."""
-        return [*self._running, *self._waiting]
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence."""
@@ -111,6 +110,11 @@ class Scheduler:
         elif sequence.state is SequenceState.RUNNING:
             self._leave_batch(sequence, SequenceState.FINISHED)
 
+    def cancel_all(self) -> None:
+        """End every sequence."""
+        for sequence in [*self._running, *self._waiting]:
+            self.cancel(sequence)
+
     def schedule(self) -> Schedule:
         """Decide the next step: room for decodes, then chunks of prompts, then admissions.
 
@@ -121,8 +125,9 @@ class Scheduler:
         if self.num_preemptions == preempted:  # who was preempted must not come back at once
             self._admit_waiting()
         plan = self._plan() if self._running else None
-        failures, self._failures = tuple(self._failures), []
-        return Schedule(plan, failures)
+        schedule = Schedule(plan, tuple(self._admitted), tuple(self._failures))
+        self._admitted, self._failures = [], []
+        return schedule
 
     def update(self, plan: StepPlan, result: StepResult) -> StepOutcome:
         """Enter what a step produced; sequences that ended leave the batch."""
@@ -132,11 +137,29 @@ class Scheduler:
             self._publish(plan)
         stopped, full = batch.append(plan.sample_rows, result.token_ids)
         sequences = [batch.sequences[row] for row in plan.sample_rows.tolist()]
-        reasons: list[str | None] = [None] * len(sequences)
+        reasons: list[FinishReason | None] = [None] * len(sequences)
         for i in np.flatnonzero(stopped | full).tolist():
             reasons[i] = "stop" if stopped[i] else "length"
             self._leave_batch(sequences[i], SequenceState.FINISHED)
         return StepOutcome(sequences, result.token_ids.tolist(), reasons)
+
+    def abandon(self, plan: StepPlan) -> list[Sequence]:
+        """End every sequence of a step that failed; returns them."""
+        sequences = [self._batch.sequences[row] for row in plan.rows.tolist()]
+        for sequence in sequences:
+            self.cancel(sequence)
+        return sequences
+
+    def pool_statistics(self) -> PoolStatistics:
+        """Blocks by state."""
+        return self._blocks.statistics()
+
+    @property
+    def live_tokens(self) -> int:
+        """Tokens whose K and V are in used blocks; a shared block counts once."""
+        unused = self._blocks.capacity_tokens[self._rows] - self._batch.num_computed[self._rows]
+        used = self._blocks.statistics().used_blocks * self._blocks.geometry.block_size
+        return int(used - unused.sum())
 
     # -- room ----------------------------------------------------------------------------------
 
@@ -227,6 +250,7 @@ class Scheduler:
         self._batch.add(sequence, computed)
         insort(self._running, sequence, key=_urgency)
         self._running_changed()
+        self._admitted.append(sequence)
         return computed
 
     def _prefix(self, sequence: Sequence) -> list[BlockKey]:

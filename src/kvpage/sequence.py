@@ -1,6 +1,7 @@
 """A request on its way through the engine."""
 
 from enum import Enum
+from typing import Any, Literal
 
 import attrs
 import numpy as np
@@ -9,6 +10,8 @@ import numpy.typing as npt
 from kvpage.blocks import SequenceId
 from kvpage.prefix import PrefixKeys
 from kvpage.sampling import SamplingParams
+
+FinishReason = Literal["stop", "length"]
 
 
 class SequenceState(Enum):
@@ -35,6 +38,7 @@ class Sequence:
         seed: the effective seed.
         stop_token_ids: the tokens that end it (the model's own and the request's).
         prefix_keys: names its blocks for prefix reuse; None shares nothing.
+        request: whatever its owner wants back with its tokens; the scheduler never looks at it.
         priority: lower runs first.
         state: see `SequenceState`.
         row: its row in the running batch; -1 when it does not run.
@@ -50,6 +54,7 @@ class Sequence:
     seed: int = 0
     stop_token_ids: tuple[int, ...] = ()
     prefix_keys: PrefixKeys | None = None
+    request: Any = None
     priority: int = 0
     state: SequenceState = SequenceState.WAITING
     row: int = -1

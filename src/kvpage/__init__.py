@@ -1,0 +1,81 @@
+"""kvpage: async LLM inference in your own process, with a pluggable KV-cache allocator.
+
+See `AsyncEngine` to generate text, and `Allocator` to write a strategy of your own.
+"""
+
+from kvpage.allocators.base import Allocator, AllocatorPlugin, Grant, Trimmable
+from kvpage.blocks import (
+    AllocatorStatistics,
+    BlockId,
+    Extent,
+    PoolGeometry,
+    PoolStatistics,
+    SequenceId,
+)
+from kvpage.config import EngineConfig, KVMemory
+from kvpage.engine import AsyncEngine
+from kvpage.errors import (
+    AllocatorFault,
+    ConfigError,
+    DuplicateRequest,
+    EngineBroken,
+    EngineBusy,
+    EngineClosed,
+    KvpageError,
+    OutgrewPool,
+    OutOfBlocks,
+    PluginError,
+    RequestError,
+    RequestFailed,
+    RequestTooLong,
+    StepFailed,
+    UnsupportedModelError,
+)
+from kvpage.hookspecs import hookimpl
+from kvpage.plugins import InstalledAllocator, installed_allocators
+from kvpage.sampling import SamplingParams
+from kvpage.stats import EngineStatistics
+from kvpage.stream import Completion, Timings, Token, TokenStream, Usage
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Allocator",
+    "AllocatorFault",
+    "AllocatorPlugin",
+    "AllocatorStatistics",
+    "AsyncEngine",
+    "BlockId",
+    "Completion",
+    "ConfigError",
+    "DuplicateRequest",
+    "EngineBroken",
+    "EngineBusy",
+    "EngineClosed",
+    "EngineConfig",
+    "EngineStatistics",
+    "Extent",
+    "Grant",
+    "InstalledAllocator",
+    "KVMemory",
+    "KvpageError",
+    "OutOfBlocks",
+    "OutgrewPool",
+    "PluginError",
+    "PoolGeometry",
+    "PoolStatistics",
+    "RequestError",
+    "RequestFailed",
+    "RequestTooLong",
+    "SamplingParams",
+    "SequenceId",
+    "StepFailed",
+    "Timings",
+    "Token",
+    "TokenStream",
+    "Trimmable",
+    "UnsupportedModelError",
+    "Usage",
+    "hookimpl",
+    "installed_allocators",
+]

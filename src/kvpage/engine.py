@@ -1,0 +1,435 @@
+"""The async face of kvpage: submit, stream, close. The work happens in the engine thread."""
+
+import itertools
+import os
+import secrets
+import time
+import weakref
+from collections.abc import Callable, Generator, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import anyio
+import anyio.to_thread
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from kvpage.admission import AdmissionGate, post_to_current_loop
+from kvpage.batch import RunningBatch
+from kvpage.block_manager import BlockManager
+from kvpage.blocks import PoolGeometry, SequenceId
+from kvpage.config import EngineConfig, default_cpu_kv_bytes
+from kvpage.detokenizer import Decode
+from kvpage.engine_thread import Cancel, Close, EngineThread, Request, Submit, WhenIdle
+from kvpage.errors import EngineClosed, RequestError, RequestTooLong
+from kvpage.plan import Runner
+from kvpage.plugins import build_allocator, check_allocator_spec
+from kvpage.prefix import ChainedKeys
+from kvpage.sampling import SamplingParams
+from kvpage.scheduler import Scheduler
+from kvpage.sequence import Sequence as EngineSequence
+from kvpage.stats import EngineStatistics
+from kvpage.stream import Completion, Mailbox, OpenRequest, TokenStream
+
+if TYPE_CHECKING:
+    import torch
+
+Message = Mapping[str, Any]
+"""A chat message, `{"role": "user", "content": "..."}`, as the model's template wants it."""
+
+Prompt = str | Sequence[int] | Sequence[Message]
+"""Text, token ids, or chat messages."""
+
+
+@attrs.frozen(eq=False)
+class EngineModel:
+    """What an engine needs to know of the model behind a runner.
+
+    Attributes:
+        name: for people.
+        vocab_size: token ids are below this.
+        eos_token_ids: end a text unless `ignore_eos`.
+        tokenizer: transformers' tokenizer; None means prompts are token ids only.
+    """
+
+    name: str
+    vocab_size: int
+    eos_token_ids: tuple[int, ...] = ()
+    tokenizer: Any = None
+
+    def encode(self, prompt: Prompt) -> npt.NDArray[np.int32]:
+        """Token ids of a prompt. May take long; call it from a thread.
+
+        Raises:
+            RequestError: the prompt is empty, or cannot be encoded.
+        """
+        ids = self._ids(prompt)
+        array = np.asarray(ids, np.int64)
+        if array.ndim != 1 or len(array) == 0:
+            raise RequestError("the prompt is empty: it has no tokens")
+        if array.min() < 0 or array.max() >= self.vocab_size:
+            raise RequestError(
+                f"token ids must be between 0 and {self.vocab_size - 1}, "
+                f"got {array[(array < 0) | (array >= self.vocab_size)][0]}"
+            )
+        return array.astype(np.int32)
+
+    @property
+    def decode(self) -> Decode | None:
+        """Token ids to text, special tokens skipped."""
+        tokenizer = self.tokenizer
+        if tokenizer is None:
+            return None
+        return lambda ids: str(
+            tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        )
+
+    def _ids(self, prompt: Prompt) -> Any:
+        is_text = isinstance(prompt, str)
+        is_chat = not is_text and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+        if not is_text and not is_chat:
+            return _checked_ids(prompt)
+        if self.tokenizer is None:
+            raise RequestError("this engine has no tokenizer: give the prompt as token ids")
+        if is_text:
+            return self.tokenizer(prompt)["input_ids"]
+        if not getattr(self.tokenizer, "chat_template", None):
+            raise RequestError(f"the tokenizer of {self.name} has no chat template; give text")
+        return self.tokenizer.apply_chat_template(
+            prompt, add_generation_prompt=True, return_dict=True
+        )["input_ids"]
+
+
+def _checked_ids(prompt: Sequence[Any]) -> Sequence[Any]:
+    for token in prompt:
+        if not isinstance(token, (int, np.integer)) or isinstance(token, bool):
+            raise RequestError(
+                f"a prompt is text, token ids or chat messages, got an item {token!r}"
+            )
+    return prompt
+
+
+class AsyncEngine:
+    """Generates text with a language model, in this process, on asyncio or trio.
+
+    Several event loops may use one engine, and several engines may live in one process. Close an
+    engine with `aclose` or by `async with`; its memory is given back then.
+
+    Attributes:
+        config: the effective settings.
+        geometry: the pool of blocks.
+        model: what is known of the model.
+    """
+
+    config: EngineConfig
+    geometry: PoolGeometry
+    model: EngineModel
+
+    def __init__(self, *, model: Any, tokenizer: Any = None, **settings: Any) -> None:
+        """Serve a transformers model that the caller has loaded. It is not changed.
+
+        Takes as long as one forward pass of a token; see `from_pretrained` for an event loop.
+
+        Args:
+            model: a decoder-only causal language model; its weights are shared, not copied.
+            tokenizer: its tokenizer; without one, prompts are token ids.
+            settings: see `EngineConfig`.
+
+        Raises:
+            UnsupportedModelError: the model's attention cannot be paged.
+            ConfigError: the settings cannot work.
+            PluginError: the allocator is unknown or breaks the rules.
+        """
+        from kvpage.model import share_model
+
+        name = getattr(model.config, "name_or_path", "") or type(model).__name__
+        self._open_model(name, share_model(model), tokenizer, EngineConfig(**settings))
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model: str | os.PathLike[str] | None = None,
+        *,
+        dtype: "str | torch.dtype | None" = None,
+        device: "str | torch.device | None" = None,
+        cache_dir: str | os.PathLike[str] | None = None,
+        **settings: Any,
+    ) -> "OpeningEngine":
+        """Load a model and start an engine over it, off the event loop.
+
+        Await what this returns, or use it with `async with`.
+
+        Args:
+            model: a hub id, a local folder, a `.gguf` file, or None for the embedded default.
+            dtype: of the weights; None takes float32 on a CPU, the checkpoint's own on a GPU.
+            device: where to compute; None takes a GPU if torch has one.
+            cache_dir: where converted models are kept; None takes the user's cache folder.
+            settings: see `EngineConfig`.
+
+        Raises:
+            ConfigError: a setting cannot work (some are known only once the model is loaded), or
+                there is no such model.
+            UnsupportedModelError: the model's attention cannot be paged.
+            PluginError: the allocator is unknown or breaks the rules.
+        """
+        config = EngineConfig(**settings)
+
+        def load() -> AsyncEngine:
+            from kvpage.pretrained import load_pretrained
+
+            check_allocator_spec(config.allocator, plugins=config.plugins)
+            loaded = load_pretrained(model, dtype=dtype, device=device, cache_dir=cache_dir)
+            engine = cls.__new__(cls)
+            engine._open_model(loaded.name, loaded.model, loaded.tokenizer, config)
+            return engine
+
+        return OpeningEngine(load)
+
+    @classmethod
+    def from_runner(
+        cls, runner: Runner, geometry: PoolGeometry, model: EngineModel, **settings: Any
+    ) -> Self:
+        """Serve something else than a transformers model: a `Runner` of the caller's own.
+
+        Args:
+            runner: computes the steps; owned by the engine from now on.
+            geometry: the pool that `runner` has room for.
+            model: what the engine should know of it.
+            settings: see `EngineConfig`; the sizes of the pool follow from `geometry`.
+        """
+        config = attrs.evolve(
+            EngineConfig(**settings),
+            block_size=geometry.block_size,
+            max_model_len=geometry.max_model_len,
+        )
+        engine = cls.__new__(cls)
+        engine._start(runner, geometry, model, config)
+        return engine
+
+    def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        salt: str = "",
+    ) -> TokenStream:
+        """Generate tokens for one prompt.
+
+        The request is submitted when the returned stream is first awaited; what can be refused is
+        refused there, in the caller's task.
+
+        Args:
+            prompt: text, token ids, or chat messages for the model's chat template.
+            params: how to choose tokens and when to end.
+            request_id: unique among open requests; None makes one up.
+            priority: lower runs first.
+            salt: requests of different salts never share cached prefixes.
+
+        Returns:
+            The stream. Iterating it may raise `RequestError` (nothing was done), `RequestFailed`
+            (this request only), `EngineBusy`, `EngineClosed` or `EngineBroken`.
+        """
+        number = SequenceId(next(self._numbers))
+        chosen = params or SamplingParams()
+        name = request_id if request_id is not None else f"kvpage-{number}"
+
+        async def submit() -> OpenRequest:
+            self._thread.check_alive()
+            tokens = await anyio.to_thread.run_sync(self.model.encode, prompt)
+            sequence = self._sequence(number, tokens, chosen, priority, salt)
+            return await self._submit(name, sequence)
+
+        return TokenStream(submit, self.model.decode)
+
+    async def complete(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        salt: str = "",
+    ) -> Completion:
+        """Generate until the end, and return it whole. Arguments and errors as in `generate`."""
+        stream = self.generate(prompt, params, request_id=request_id, priority=priority, salt=salt)
+        async with stream:
+            tokens = [token async for token in stream]
+        last = tokens[-1]
+        assert last.finish_reason is not None
+        assert last.usage is not None
+        assert last.timings is not None
+        return Completion(
+            text="".join(token.text for token in tokens),
+            token_ids=tuple(token.id for token in tokens),
+            finish_reason=last.finish_reason,
+            usage=last.usage,
+            timings=last.timings,
+        )
+
+    def stats(self) -> EngineStatistics:
+        """The snapshot taken after the last step. Never waits."""
+        return self._thread.statistics
+
+    async def idle(self) -> None:
+        """Wait until no request is open; leaving a stream before this call counts as its end."""
+        post, event = post_to_current_loop(), anyio.Event()
+        self._thread.post(WhenIdle(lambda: post(event.set)))
+        try:
+            self._thread.check_alive()
+        except EngineClosed:
+            return
+        await event.wait()
+
+    async def aclose(self, *, drain: bool = False) -> None:
+        """Stop, and give the memory back. Again is a no-op.
+
+        Args:
+            drain: finish all open requests first; otherwise, or when this call is cancelled while
+                it waits, their streams raise `EngineClosed`.
+        """
+        if drain:
+            self._thread.post(Close("drain"))
+            try:
+                await anyio.to_thread.run_sync(self._thread.join, abandon_on_cancel=True)
+            finally:
+                self._thread.post(Close("now"))
+        self._thread.post(Close("now"))
+        with anyio.CancelScope(shield=True):
+            await anyio.to_thread.run_sync(self._thread.join)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
+    # -- construction --------------------------------------------------------------------------
+
+    def _open_model(self, name: str, model: Any, tokenizer: Any, config: EngineConfig) -> None:
+        """Size the pool for a `PagedModel`, and start."""
+        from kvpage.kernels import default_backend
+        from kvpage.runner import ModelRunner
+
+        effective, geometry = config.resolve(
+            bytes_per_token=model.bytes_per_token,
+            model_max_len=model.max_len,
+            default_kv_bytes=default_cpu_kv_bytes(),
+        )
+        kernels = config.attention
+        backend = default_backend(model.device.type) if kernels == "auto" else kernels
+        effective = attrs.evolve(effective, attention=backend)
+        about = EngineModel(name, model.vocab_size, model.eos_token_ids, tokenizer)
+        self._start(ModelRunner(model, geometry, backend), geometry, about, effective)
+
+    def _start(
+        self, runner: Runner, geometry: PoolGeometry, model: EngineModel, config: EngineConfig
+    ) -> None:
+        self.config = config
+        self.geometry = geometry
+        self.model = model
+        self._numbers = itertools.count()
+        self._secret = secrets.token_bytes(32)
+        self._gate = AdmissionGate(config.max_waiting)
+        allocator = build_allocator(config.allocator, geometry, plugins=config.plugins)
+        blocks = BlockManager(
+            geometry,
+            allocator,
+            max_num_seqs=config.max_num_seqs,
+            name=str(config.allocator),
+            prefix_cache=config.prefix_cache,
+        )
+        batch = RunningBatch(config.max_num_seqs, geometry.max_model_len)
+        scheduler = Scheduler(blocks, batch, max_batch_tokens=config.max_batch_tokens)
+        self._thread = EngineThread(scheduler, runner, self._gate)
+        self._thread.start()
+        # Closes an engine that is dropped without `aclose`.
+        weakref.finalize(self, self._thread.post, Close("now")).atexit = False
+
+    # -- submission ----------------------------------------------------------------------------
+
+    def _sequence(
+        self,
+        number: SequenceId,
+        tokens: npt.NDArray[np.int32],
+        params: SamplingParams,
+        priority: int,
+        salt: str,
+    ) -> EngineSequence:
+        stops = params.stop_token_ids
+        return EngineSequence(
+            id=number,
+            tokens=tokens,
+            prompt_tokens=len(tokens),
+            max_total_tokens=self._max_total_tokens(len(tokens), params.max_tokens),
+            params=params,
+            seed=secrets.randbits(64) if params.seed is None else params.seed,
+            stop_token_ids=stops if params.ignore_eos else (*self.model.eos_token_ids, *stops),
+            prefix_keys=ChainedKeys(self.geometry.block_size, secret=self._secret, salt=salt)
+            if self.config.prefix_cache
+            else None,
+            priority=priority,
+        )
+
+    def _max_total_tokens(self, prompt_tokens: int, max_tokens: int | None) -> int:
+        limit = self.geometry.max_model_len
+        if prompt_tokens >= limit:
+            raise RequestTooLong(
+                f"the prompt has {prompt_tokens} tokens, and max_model_len is {limit}: "
+                f"it leaves no room for an answer"
+            )
+        if max_tokens is None:
+            return limit
+        if prompt_tokens + max_tokens > limit:
+            raise RequestTooLong(
+                f"the prompt has {prompt_tokens} tokens and max_tokens is {max_tokens}: together "
+                f"{prompt_tokens + max_tokens}, and max_model_len is {limit}"
+            )
+        return prompt_tokens + max_tokens
+
+    async def _submit(self, request_id: str, sequence: EngineSequence) -> OpenRequest:
+        if self.config.when_busy == "raise":
+            self._gate.try_enter(request_id)
+        else:
+            await self._gate.enter(request_id)
+        # Nothing is awaited from here on, so the place that was taken cannot be lost.
+        thread, number = self._thread, sequence.id
+        mailbox = Mailbox(post_to_current_loop())
+        thread.post(Submit(Request(request_id, sequence, mailbox, time.perf_counter())))
+        thread.check_alive()
+        return OpenRequest(mailbox, lambda: thread.post(Cancel(number)))
+
+
+class OpeningEngine:
+    """An engine that is being loaded: await it, or enter it with `async with`."""
+
+    def __init__(self, load: Callable[[], AsyncEngine]) -> None:
+        self._load = load
+        self._engine: AsyncEngine | None = None
+
+    def __await__(self) -> Generator[Any, Any, AsyncEngine]:
+        return self._open().__await__()
+
+    async def __aenter__(self) -> AsyncEngine:
+        self._engine = await self._open()
+        return self._engine
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        assert self._engine is not None
+        await self._engine.aclose()
+
+    async def _open(self) -> AsyncEngine:
+        # Left alone on cancellation: the engine is dropped, and so closed, when it is complete.
+        return await anyio.to_thread.run_sync(self._load, abandon_on_cancel=True)

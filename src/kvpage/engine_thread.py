@@ -1,0 +1,350 @@
+"""The engine thread: the one owner of scheduler, block manager, allocator and runner.
+
+Everything else talks to it by messages. It never waits for an event loop: tokens of a step are put
+into the readers' mailboxes, and each event loop with waiting readers is woken once a step.
+"""
+
+import atexit
+import logging
+import threading
+import time
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+from typing import Literal
+
+import attrs
+
+from kvpage.admission import AdmissionGate, Post
+from kvpage.blocks import SequenceId
+from kvpage.errors import EngineBroken, EngineClosed, RequestFailed, StepFailed
+from kvpage.plan import Runner, StepPlan
+from kvpage.scheduler import Schedule, Scheduler, StepOutcome
+from kvpage.sequence import FinishReason, Sequence
+from kvpage.stats import EngineStatistics
+from kvpage.stream import FinalToken, Mailbox, MailItem, Timings, Usage
+
+logger = logging.getLogger("kvpage")
+
+EXIT_GRACE_S = 5.0
+"""How long the end of the process waits for the engine to finish its step."""
+
+
+@attrs.define(eq=False)
+class Request:
+    """An open request, in the hands of the engine thread once it is submitted."""
+
+    id: str
+    sequence: Sequence
+    mailbox: Mailbox
+    submitted_at: float
+    scheduled_at: float | None = None
+    first_token_at: float | None = None
+
+
+@attrs.frozen
+class Submit:
+    """Queue this request."""
+
+    request: Request
+
+
+@attrs.frozen
+class Cancel:
+    """End this sequence if it has not ended."""
+
+    seq: SequenceId
+
+
+@attrs.frozen
+class Close:
+    """Take no more requests; finish the open ones first, or fail them at once."""
+
+    mode: Literal["drain", "now"]
+
+
+@attrs.frozen
+class WhenIdle:
+    """Call back, from the engine thread, once no request is open."""
+
+    callback: Callable[[], None]
+
+
+Message = Submit | Cancel | Close | WhenIdle
+
+
+class EngineThread:
+    """Steps the engine while there is work. Construct, `start`, `post`.
+
+    Attributes:
+        statistics: the snapshot after the last step or message.
+        broken_by: the exception that ended the thread, if one did.
+    """
+
+    def __init__(self, scheduler: Scheduler, runner: Runner, gate: AdmissionGate) -> None:
+        self.broken_by: BaseException | None = None
+        self._ended = False
+        self._scheduler = scheduler
+        self._runner = runner
+        self._gate = gate
+        self._inbox: SimpleQueue[Message] = SimpleQueue()
+        self._open: dict[SequenceId, Request] = {}
+        self._when_idle: list[Callable[[], None]] = []
+        self._closing: Literal["drain", "now"] | None = None
+        self._to_wake: dict[Post, list[Mailbox]] = {}
+        self._steps = 0
+        self._output_tokens = 0
+        self._finished = 0
+        self._cancelled = 0
+        self._failed = 0
+        self.statistics = self._statistics()
+        # A daemon, so that a host which forgets to close can still exit; see AsyncEngine.
+        self._thread = threading.Thread(target=self._run, name="kvpage-engine", daemon=True)
+
+    def start(self) -> None:
+        """Begin. Once."""
+        atexit.register(self._exit)
+        self._thread.start()
+
+    def post(self, message: Message) -> None:
+        """Send a message; from any thread or a finaliser. Never blocks; lost after the end."""
+        self._inbox.put(message)
+
+    def check_alive(self) -> None:
+        """Raise what a request would get if the engine has ended; see `end_error`.
+
+        A message posted before a call that returns is handled. (`_end` sets the flag before it
+        empties the inbox for the last time.)
+        """
+        if self._ended:
+            raise self.end_error()
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait for the end that a `Close` brings."""
+        self._thread.join(timeout)
+
+    # -- the thread ----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while self._read_inbox():
+                self._step()
+        except BaseException as error:
+            self.broken_by = error
+            logger.exception("the engine thread ended by an exception")
+        self._end()
+
+    def _read_inbox(self) -> bool:
+        """Handle messages; sleeps while there is no work. False when the engine is to end."""
+        while self._closing != "now":
+            idle = not self._open
+            if idle:
+                self._tell_idle()
+                if self._closing == "drain":
+                    return False
+            self.statistics = self._statistics()
+            try:
+                self._handle(self._inbox.get(block=idle))
+            except Empty:
+                return True
+        return False
+
+    def _handle(self, message: Message) -> None:
+        match message:
+            case Submit(request):
+                request.sequence.request = request
+                self._open[request.sequence.id] = request
+                self._scheduler.add(request.sequence)
+            case Cancel(seq):
+                self._cancel(seq)
+            case Close(mode):
+                self._closing = mode
+            case WhenIdle(callback):
+                self._when_idle.append(callback)
+
+    def _cancel(self, seq: SequenceId) -> None:
+        request = self._open.get(seq)
+        if request is not None:
+            self._scheduler.cancel(request.sequence)
+            self._cancelled += 1
+            self._forget(request)
+
+    def _step(self) -> None:
+        schedule = self._scheduler.schedule()
+        self._note(schedule)
+        if schedule.plan is not None:
+            self._execute(schedule.plan)
+        self._wake_readers()
+
+    def _execute(self, plan: StepPlan) -> None:
+        try:
+            result = self._runner.execute(plan)
+        except Exception as error:
+            self._fail_step(plan, error)
+            return
+        self._steps += 1
+        self._deliver(self._scheduler.update(plan, result))
+
+    def _note(self, schedule: Schedule) -> None:
+        now = time.perf_counter()
+        for sequence in schedule.admitted:
+            request: Request = sequence.request
+            if request.scheduled_at is None:
+                request.scheduled_at = now
+                self._gate.scheduled()
+        for sequence, error in schedule.failures:
+            self._fail(sequence.request, error)
+
+    def _deliver(self, outcome: StepOutcome) -> None:
+        """Put each new token into its reader's mailbox."""
+        now = time.perf_counter()
+        self._output_tokens += len(outcome.token_ids)
+        for sequence, token_id, reason in zip(
+            outcome.sequences, outcome.token_ids, outcome.finish_reasons, strict=True
+        ):
+            request: Request = sequence.request
+            if request.first_token_at is None:
+                request.first_token_at = now
+            if reason is None:
+                self._put(request.mailbox, token_id)
+            else:
+                self._finished += 1
+                self._put(request.mailbox, _final_token(request, token_id, reason, now))
+                self._forget(request)
+
+    def _put(self, mailbox: Mailbox, item: MailItem) -> None:
+        if mailbox.put(item):
+            self._to_wake.setdefault(mailbox.post, []).append(mailbox)
+
+    def _wake_readers(self) -> None:
+        """One wake-up for each event loop."""
+        wake, self._to_wake = self._to_wake, {}
+        for post, mailboxes in wake.items():
+            try:
+                post(_Wake(mailboxes))
+            except RuntimeError:  # that event loop has ended, and its readers with it
+                self._cancel_readers(mailboxes)
+
+    def _cancel_readers(self, mailboxes: list[Mailbox]) -> None:
+        gone = set(mailboxes)
+        for request in list(self._open.values()):
+            if request.mailbox in gone:
+                self._cancel(request.sequence.id)
+
+    def _fail_step(self, plan: StepPlan, cause: Exception) -> None:
+        logger.error("a step failed", exc_info=cause)
+        for sequence in self._scheduler.abandon(plan):
+            error = StepFailed(f"a step failed: {type(cause).__name__}: {cause}")
+            error.__cause__ = cause
+            self._fail(sequence.request, error)
+
+    def _fail(self, request: Request, error: RequestFailed) -> None:
+        self._failed += 1
+        self._put(request.mailbox, error)
+        self._forget(request)
+
+    def _forget(self, request: Request) -> None:
+        """The request is over: its id and its place in the queue are free."""
+        del self._open[request.sequence.id]
+        if request.scheduled_at is None:
+            self._gate.scheduled()
+        self._gate.leave(request.id)
+
+    # -- the end -------------------------------------------------------------------------------
+
+    def _end(self) -> None:
+        """Nobody waits for ever: every open or late request learns that the engine is gone."""
+        self._ended = True
+        self._gate.open_wide()
+        self._scheduler.cancel_all()
+        for request in list(self._open.values()):
+            self._put(request.mailbox, self.end_error())
+            self._forget(request)
+        while not self._inbox.empty():
+            self._refuse(self._inbox.get())
+        self._wake_readers()
+        self._tell_idle()
+        self._runner.close()
+        self.statistics = self._statistics()
+        atexit.unregister(self._exit)
+
+    def _exit(self) -> None:
+        """The process ends: stop between two steps, not inside the model."""
+        self.post(Close("now"))
+        self.join(EXIT_GRACE_S)
+
+    def _refuse(self, message: Message) -> None:
+        match message:
+            case Submit(request):
+                self._put(request.mailbox, self.end_error())
+            case WhenIdle(callback):
+                self._when_idle.append(callback)
+            case _:
+                pass
+
+    def end_error(self) -> EngineBroken | EngineClosed:
+        """What a request gets from an engine that has ended."""
+        if self.broken_by is None:
+            return EngineClosed("the engine was closed")
+        cause = self.broken_by
+        error = EngineBroken(f"the engine ended by {type(cause).__name__}: {cause}")
+        error.__cause__ = cause
+        return error
+
+    def _tell_idle(self) -> None:
+        callbacks, self._when_idle = self._when_idle, []
+        for callback in callbacks:
+            try:
+                callback()
+            except RuntimeError:  # the event loop of who asked has ended
+                continue
+
+    def _statistics(self) -> EngineStatistics:
+        scheduler = self._scheduler
+        return EngineStatistics(
+            pool=scheduler.pool_statistics(),
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            live_tokens=scheduler.live_tokens,
+            head_blocked=scheduler.blocked,
+            steps=self._steps,
+            prompt_tokens=scheduler.prompt_tokens,
+            cached_prompt_tokens=scheduler.cached_prompt_tokens,
+            output_tokens=self._output_tokens,
+            preemptions=scheduler.num_preemptions,
+            recomputed_tokens=scheduler.recomputed_tokens,
+            requests_finished=self._finished,
+            requests_cancelled=self._cancelled,
+            requests_failed=self._failed,
+        )
+
+
+class _Wake:
+    """Wakes the readers of one event loop."""
+
+    def __init__(self, mailboxes: list[Mailbox]) -> None:
+        self._mailboxes = mailboxes
+
+    def __call__(self) -> None:
+        for mailbox in self._mailboxes:
+            mailbox.wake()
+
+
+def _final_token(request: Request, token_id: int, reason: FinishReason, now: float) -> FinalToken:
+    sequence = request.sequence
+    scheduled = request.scheduled_at or now
+    first = request.first_token_at or now
+    return FinalToken(
+        token_id,
+        reason,
+        Usage(
+            prompt_tokens=sequence.prompt_tokens,
+            output_tokens=len(sequence.tokens) - sequence.prompt_tokens,
+            cached_tokens=sequence.cached_tokens,
+            preemptions=sequence.num_preemptions,
+        ),
+        Timings(
+            scheduled_s=scheduled - request.submitted_at,
+            first_token_s=first - request.submitted_at,
+            total_s=now - request.submitted_at,
+        ),
+    )

