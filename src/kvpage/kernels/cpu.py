@@ -47,14 +47,16 @@ from kvpage.kernels.simd import (
     add_values_wide_1,
     add_weighted_narrow,
     add_weighted_wide,
+    add_weighted_wide_ahead,
+    AHEAD,
     dot_products,
+    dot_products_ahead,
     exp,
     lane_numbers,
     largest_lane,
     load,
     magnitude,
     maximum,
-    prefetch,
     scores_narrow,
     scores_wide,
     select_less,
@@ -176,8 +178,9 @@ def _attend_row(job: Any, item: Any, scratch: int, pool: Any) -> None:
     start = item.begin - item.begin % LANES
     count = _padded(item.end - start, LANES)
     k_rows = scratch
-    v_rows = k_rows + PART_KEYS * 8
-    scores = v_rows + PART_KEYS * 8
+    # V follows at once, so that what is asked for ahead of the last K is the first V.
+    v_rows = k_rows + count * 8
+    scores = k_rows + (2 * PART_KEYS + AHEAD) * 8
     q = scores + job.query_heads * PART_KEYS * 4
     partial = q + job.query_heads * _padded(job.k_dims, LANES) * 4
     if item.first >= 0:
@@ -219,10 +222,12 @@ def _score_row(
     for i in range(0, count, LANES):
         for h in range(job.kv_heads):
             for g in range(h * group, h * group + group):
-                dot_products(
-                    q + g * q_bytes, k_rows + i * 8, h * job.k_head_bytes, job.k_dims,
-                    scores + (g * PART_KEYS + i) * 4, pool,
-                )  # fmt: skip
+                to = scores + (g * PART_KEYS + i) * 4
+                rows, offset = k_rows + i * 8, h * job.k_head_bytes
+                if g == h * group:
+                    dot_products_ahead(q + g * q_bytes, rows, offset, job.k_dims, to, pool)
+                else:
+                    dot_products(q + g * q_bytes, rows, offset, job.k_dims, to, pool)
 
 
 @_compiled
@@ -279,18 +284,21 @@ def _sum_row(
             weights = scores + (g * PART_KEYS + first - start) * 4
             _sum_head(
                 weights, rows, last - first, g // group * job.v_head_bytes, job.v_dims,
-                partial + g * width * 4, pool,
+                partial + g * width * 4, g % group == 0, pool,
             )  # fmt: skip
 
 
 @_compiled
 def _sum_head(
-    weights: int, rows: int, count: int, offset: int, dims: int, to: int, pool: Any
+    weights: int, rows: int, count: int, offset: int, dims: int, to: int, ahead: bool, pool: Any
 ) -> None:
     stored_bytes = _stored_bytes(pool)
     d = 0
     while d + WIDE <= dims:
-        add_weighted_wide(weights, rows, count, offset + d * stored_bytes, WIDE, to + d * 4, pool)
+        if ahead:
+            add_weighted_wide_ahead(weights, rows, count, offset + d * stored_bytes, WIDE, to + d * 4, pool)
+        else:
+            add_weighted_wide(weights, rows, count, offset + d * stored_bytes, WIDE, to + d * 4, pool)
         d += WIDE
     while d < dims:
         add_weighted_narrow(
@@ -723,7 +731,7 @@ def _scratch_bytes(shape: _Shape) -> tuple[int, int]:
     """Bytes of a partial and of a thread's scratch; see `_attend_row` and `_attend_tile`."""
     k_width, v_width = (-(-dims // LANES) * LANES for dims in (shape.k_dims, shape.v_dims))
     partial = -(-shape.query_heads * (v_width + 2) * 4 // 64) * 64
-    row = 2 * PART_KEYS * 8 + shape.query_heads * (PART_KEYS + k_width) * 4 + partial
+    row = (2 * PART_KEYS + AHEAD) * 8 + shape.query_heads * (PART_KEYS + k_width) * 4 + partial
     lines = 6 + TILE_KEYS + shape.k_dims + shape.v_dims
     tile = 2 * TILE_KEYS * 8 + lines * QUERY_LANES * 4
     return partial, -(-max(row, tile) // 64) * 64

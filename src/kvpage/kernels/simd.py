@@ -166,8 +166,7 @@ def store(builder: Builder, address: Value, vector: Value) -> None:
     _store_floats(builder, address, vector)
 
 
-@_emitted(types.none, _INT)
-def prefetch(builder: Builder, address: Value) -> None:
+def _prefetch(builder: Builder, address: Value) -> None:
     """Ask for a cache line that is read soon. Any address is harmless."""
     at = _pointer(builder, address, ir.IntType(8))
     read, near, data = _I32(0), _I32(3), _I32(1)
@@ -356,36 +355,47 @@ def _interleaved(builder: Builder, vectors: list[Value]) -> Value:
     return vectors[0]
 
 
-@_emitted(types.none, _INT, _INT, _INT, _INT, _INT, _ANY)
-def dot_products(
-    builder: Builder, q: Value, rows: Value, offset: Value, dims: Value, to: Value, pool: Any
-) -> None:
-    """Dot products of one query with `LANES` rows of a pool.
+def _dot_products(ahead: int) -> Callable[..., Any]:
+    """Make a numba function: the dot products of one query with `LANES` rows of a pool.
+
+    Its arguments are the addresses of the query float32[dims] (padded with zeros to a multiple of
+    `LANES`) and of int64[LANES] rows, the bytes from a row to its first number, dims, the address
+    of the result float32[LANES], and the pool.
 
     Args:
-        builder: where to emit.
-        q: address of float32[dims], padded with zeros to a multiple of `LANES`.
-        rows: address of int64[LANES], the addresses of the rows.
-        offset: bytes from the address of a row to its first number.
-        dims: how many numbers.
-        to: address of float32[LANES].
-        pool: the stored type.
+        ahead: if not 0, ask for the same part of the row that so many places behind in `rows`.
     """
-    sums = _Sums(builder, [_floats(0.0)] * LANES)
 
-    def add(chunk: Value, mask: Value | None) -> None:
-        q_chunk = _load_floats(builder, _advanced(builder, q, chunk, LANES * _BYTES_PER_FLOAT))
-        at = _advanced(builder, offset, chunk, LANES * _BYTES_STORED[pool])
-        for i in range(LANES):
-            row = builder.add(_load_address(builder, rows, i), at)
-            sums.add_product(i, _load_stored(builder, row, pool, mask), q_chunk)
+    @_emitted(types.none, _INT, _INT, _INT, _INT, _INT, _ANY)
+    def dot_products(
+        builder: Builder, q: Value, rows: Value, offset: Value, dims: Value, to: Value, pool: Any
+    ) -> None:
+        sums = _Sums(builder, [_floats(0.0)] * LANES)
 
-    whole = builder.sdiv(dims, _I64(LANES))
-    with _counted(builder, whole) as chunk:
-        add(chunk, None)
-    with builder.if_then(builder.icmp_signed("!=", builder.srem(dims, _I64(LANES)), _I64(0))):
-        add(whole, _first_lanes(builder, builder.srem(dims, _I64(LANES))))
-    _store_floats(builder, to, _interleaved(builder, sums.values()))
+        def add(chunk: Value, mask: Value | None) -> None:
+            q_chunk = _load_floats(builder, _advanced(builder, q, chunk, LANES * _BYTES_PER_FLOAT))
+            at = _advanced(builder, offset, chunk, LANES * _BYTES_STORED[pool])
+            for i in range(LANES):
+                if ahead:
+                    _prefetch(builder, builder.add(_load_address(builder, rows, i + ahead), at))
+                row = builder.add(_load_address(builder, rows, i), at)
+                sums.add_product(i, _load_stored(builder, row, pool, mask), q_chunk)
+
+        whole = builder.sdiv(dims, _I64(LANES))
+        with _counted(builder, whole) as chunk:
+            add(chunk, None)
+        left = builder.srem(dims, _I64(LANES))
+        with builder.if_then(builder.icmp_signed("!=", left, _I64(0))):
+            add(whole, _first_lanes(builder, left))
+        _store_floats(builder, to, _interleaved(builder, sums.values()))
+
+    return dot_products
+
+
+# How many keys before its use a row is asked for.
+AHEAD = 16
+dot_products = _dot_products(0)
+dot_products_ahead = _dot_products(AHEAD)
 
 
 def _first_lanes(builder: Builder, count: Value) -> Value:
@@ -393,7 +403,7 @@ def _first_lanes(builder: Builder, count: Value) -> Value:
     return builder.icmp_signed("<", _LANE_NUMBERS, _broadcast(builder, builder.trunc(count, _I32)))
 
 
-def _weighted_rows(vectors: int, masked: bool) -> Callable[..., Any]:
+def _weighted_rows(vectors: int, masked: bool, ahead: int) -> Callable[..., Any]:
     """Make a numba function that adds rows of a pool, each times its weight, to float32 sums."""
 
     @_emitted(types.none, _INT, _INT, _INT, _INT, _INT, _INT, _ANY)
@@ -420,6 +430,10 @@ def _weighted_rows(vectors: int, masked: bool) -> Callable[..., Any]:
             for i in range(vectors):
                 at = _offset(builder, row, i * LANES * _BYTES_STORED[pool])
                 sums.add_product(i, _load_stored(builder, at, pool, mask), weight)
+            if ahead:
+                later = builder.add(_load_address(builder, _advanced(builder, rows, n, _BYTES_PER_ADDRESS), ahead), offset)
+                for at in range(0, vectors * LANES * _BYTES_STORED[pool], 64):
+                    _prefetch(builder, _offset(builder, later, at))
         for place, total in zip(places, sums.values(), strict=True):
             _store_floats(builder, place, total)
 
@@ -428,8 +442,9 @@ def _weighted_rows(vectors: int, masked: bool) -> Callable[..., Any]:
 
 # Arguments: addresses of float32[count] weights and int64[count] rows, count, bytes from a row to
 # its first number, dims (read by the masked one), address of the sums, pool.
-add_weighted_wide = _weighted_rows(TILE_VECTORS, masked=False)
-add_weighted_narrow = _weighted_rows(1, masked=True)
+add_weighted_wide = _weighted_rows(TILE_VECTORS, False, 0)
+add_weighted_wide_ahead = _weighted_rows(TILE_VECTORS, False, AHEAD)
+add_weighted_narrow = _weighted_rows(1, True, 0)
 
 
 def _scores_tile(vectors: int, stride: int) -> Callable[..., Any]:
