@@ -1,0 +1,39 @@
+"""One suite for the Triton kernels, run twice.
+
+With `TRITON_INTERPRET=1` it runs in Triton's interpreter, on any machine; `test_interpreter.py`
+starts such a process. Without it, it runs compiled: `pytest -m cuda` on a machine with a GPU.
+"""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the compiled tests, and skip them where there is nothing to compile for."""
+    without_gpu = pytest.mark.skip(reason="needs a GPU (or TRITON_INTERPRET=1, then no GPU)")
+    for item in items:
+        if Path(__file__).parent not in item.path.parents or INTERPRETED:
+            continue
+        item.add_marker(pytest.mark.cuda)
+        if not torch.cuda.is_available():
+            item.add_marker(without_gpu)
+
+
+@pytest.fixture
+def device() -> str:
+    """Where the kernels run."""
+    return "cpu" if INTERPRETED else "cuda"
+
+
+@pytest.fixture(autouse=True)
+def _numpy_is_quiet_about_infinities() -> Iterator[None]:
+    """The interpreter computes with numpy, which warns where a GPU gives infinity or NaN."""
+    with np.errstate(all="ignore" if INTERPRETED else "warn"):
+        yield
