@@ -34,7 +34,7 @@ from kvpage.errors import (
 from kvpage.hookspecs import hookimpl
 from kvpage.plugins import InstalledAllocator, installed_allocators
 from kvpage.sampling import SamplingParams
-from kvpage.stats import EngineStatistics
+from kvpage.stats import BlockMap, EngineStatistics, SequenceBlocks
 from kvpage.stream import Completion, Timings, Token, TokenStream, Usage
 
 __version__ = "0.1.0"
@@ -46,6 +46,7 @@ __all__ = [
     "AllocatorStatistics",
     "AsyncEngine",
     "BlockId",
+    "BlockMap",
     "Completion",
     "ConfigError",
     "DuplicateRequest",
@@ -68,6 +69,7 @@ __all__ = [
     "RequestFailed",
     "RequestTooLong",
     "SamplingParams",
+    "SequenceBlocks",
     "SequenceId",
     "StepFailed",
     "Timings",

@@ -96,6 +96,11 @@ class BlockManager:
         """The blocks that `seq` holds, in table order."""
         return tuple(self._holdings[seq].blocks)
 
+    @property
+    def cached_blocks(self) -> tuple[BlockId, ...]:
+        """Blocks that are kept for reuse, the least recently used first."""
+        return tuple(self._cached)
+
     def admit(
         self,
         seq: SequenceId,

@@ -21,7 +21,15 @@ from kvpage.block_manager import BlockManager
 from kvpage.blocks import PoolGeometry, SequenceId
 from kvpage.config import EngineConfig, default_cpu_kv_bytes
 from kvpage.detokenizer import Decode
-from kvpage.engine_thread import Cancel, Close, EngineThread, Request, Submit, WhenIdle
+from kvpage.engine_thread import (
+    Cancel,
+    Close,
+    EngineThread,
+    MapBlocks,
+    Request,
+    Submit,
+    WhenIdle,
+)
 from kvpage.errors import EngineClosed, RequestError, RequestTooLong
 from kvpage.plan import Runner
 from kvpage.plugins import build_allocator, check_allocator_spec
@@ -29,7 +37,7 @@ from kvpage.prefix import ChainedKeys
 from kvpage.sampling import SamplingParams
 from kvpage.scheduler import Scheduler
 from kvpage.sequence import Sequence as EngineSequence
-from kvpage.stats import EngineStatistics
+from kvpage.stats import BlockMap, EngineStatistics
 from kvpage.stream import Completion, Mailbox, OpenRequest, TokenStream
 
 if TYPE_CHECKING:
@@ -273,6 +281,24 @@ class AsyncEngine:
         """The snapshot taken after the last step. Never waits."""
         return self._thread.statistics
 
+    async def block_map(self) -> BlockMap:
+        """Who holds which block, as it is between two steps.
+
+        Raises:
+            EngineClosed: the engine was closed.
+        """
+        post, event = post_to_current_loop(), anyio.Event()
+        answer: list[BlockMap] = []
+
+        def receive(block_map: BlockMap) -> None:
+            answer.append(block_map)
+            post(event.set)
+
+        self._thread.post(MapBlocks(receive))
+        self._thread.check_alive()
+        await event.wait()
+        return answer[0]
+
     async def idle(self) -> None:
         """Wait until no request is open; leaving a stream before this call counts as its end."""
         post, event = post_to_current_loop(), anyio.Event()
@@ -348,7 +374,7 @@ class AsyncEngine:
         )
         batch = RunningBatch(config.max_num_seqs, geometry.max_model_len)
         scheduler = Scheduler(blocks, batch, max_batch_tokens=config.max_batch_tokens)
-        self._thread = EngineThread(scheduler, runner, self._gate)
+        self._thread = EngineThread(scheduler, runner, self._gate, geometry)
         self._thread.start()
         # Closes an engine that is dropped without `aclose`.
         weakref.finalize(self, self._thread.post, Close("now")).atexit = False

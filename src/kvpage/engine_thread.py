@@ -9,18 +9,19 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Literal
 
 import attrs
 
 from kvpage.admission import AdmissionGate, Post
-from kvpage.blocks import SequenceId
+from kvpage.blocks import PoolGeometry, SequenceId
 from kvpage.errors import EngineBroken, EngineClosed, RequestFailed, StepFailed
 from kvpage.plan import Runner, StepPlan
 from kvpage.scheduler import Schedule, Scheduler, StepOutcome
 from kvpage.sequence import FinishReason, Sequence
-from kvpage.stats import EngineStatistics
+from kvpage.stats import BlockMap, EngineStatistics, SequenceBlocks
 from kvpage.stream import FinalToken, Mailbox, MailItem, Timings, Usage
 
 logger = logging.getLogger("kvpage")
@@ -69,7 +70,14 @@ class WhenIdle:
     callback: Callable[[], None]
 
 
-Message = Submit | Cancel | Close | WhenIdle
+@attrs.frozen
+class MapBlocks:
+    """Call back, from the engine thread, with a map of the blocks."""
+
+    callback: Callable[[BlockMap], None]
+
+
+Message = Submit | Cancel | Close | WhenIdle | MapBlocks
 
 
 class EngineThread:
@@ -80,12 +88,19 @@ class EngineThread:
         broken_by: the exception that ended the thread, if one did.
     """
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, gate: AdmissionGate) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        gate: AdmissionGate,
+        geometry: PoolGeometry,
+    ) -> None:
         self.broken_by: BaseException | None = None
         self._ended = False
         self._scheduler = scheduler
         self._runner = runner
         self._gate = gate
+        self._geometry = geometry
         self._inbox: SimpleQueue[Message] = SimpleQueue()
         self._open: dict[SequenceId, Request] = {}
         self._when_idle: list[Callable[[], None]] = []
@@ -160,6 +175,8 @@ class EngineThread:
                 self._closing = mode
             case WhenIdle(callback):
                 self._when_idle.append(callback)
+            case MapBlocks(callback):
+                self._call_back(lambda: callback(self._block_map()))
 
     def _cancel(self, seq: SequenceId) -> None:
         request = self._open.get(seq)
@@ -278,6 +295,8 @@ class EngineThread:
                 self._put(request.mailbox, self.end_error())
             case WhenIdle(callback):
                 self._when_idle.append(callback)
+            case MapBlocks(callback):
+                self._call_back(lambda: callback(self._block_map()))
             case _:
                 pass
 
@@ -293,10 +312,22 @@ class EngineThread:
     def _tell_idle(self) -> None:
         callbacks, self._when_idle = self._when_idle, []
         for callback in callbacks:
-            try:
-                callback()
-            except RuntimeError:  # the event loop of who asked has ended
-                continue
+            self._call_back(callback)
+
+    @staticmethod
+    def _call_back(callback: Callable[[], None]) -> None:
+        with suppress(RuntimeError):  # the event loop of who asked has ended
+            callback()
+
+    def _block_map(self) -> BlockMap:
+        return BlockMap(
+            self._geometry,
+            tuple(
+                SequenceBlocks(sequence.request.id, blocks, num_tokens)
+                for sequence, blocks, num_tokens in self._scheduler.block_tables()
+            ),
+            self._scheduler.cached_blocks,
+        )
 
     def _statistics(self) -> EngineStatistics:
         scheduler = self._scheduler

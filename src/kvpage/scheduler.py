@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from kvpage.batch import RunningBatch
 from kvpage.block_manager import BlockManager
-from kvpage.blocks import PoolStatistics
+from kvpage.blocks import BlockId, PoolStatistics
 from kvpage.errors import AllocatorFault, OutgrewPool, OutOfBlocks, RequestFailed
 from kvpage.plan import StepPlan, StepResult
 from kvpage.prefix import BlockKey
@@ -153,6 +153,19 @@ class Scheduler:
     def pool_statistics(self) -> PoolStatistics:
         """Blocks by state."""
         return self._blocks.statistics()
+
+    def block_tables(self) -> list[tuple[Sequence, tuple[BlockId, ...], int]]:
+        """Of each running sequence: its blocks, and how many tokens have K and V in them."""
+        computed = self._batch.num_computed
+        return [
+            (sequence, self._blocks.blocks_of(sequence.id), int(computed[sequence.row]))
+            for sequence in self._running
+        ]
+
+    @property
+    def cached_blocks(self) -> tuple[BlockId, ...]:
+        """Blocks that are kept for reuse by equal prefixes."""
+        return self._blocks.cached_blocks
 
     @property
     def live_tokens(self) -> int:

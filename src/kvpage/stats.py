@@ -2,7 +2,7 @@
 
 import attrs
 
-from kvpage.blocks import PoolStatistics
+from kvpage.blocks import BlockId, PoolGeometry, PoolStatistics
 
 
 @attrs.frozen(kw_only=True)
@@ -56,3 +56,33 @@ class EngineStatistics:
     def external_waste(self) -> float:
         """Free slots that cannot serve the head of the queue, as a share of all slots."""
         return self.pool.free_blocks / self.pool.num_blocks if self.head_blocked else 0.0
+
+
+@attrs.frozen
+class SequenceBlocks:
+    """The block table of one running request.
+
+    Attributes:
+        request_id: whose it is.
+        blocks: physical blocks in table order.
+        num_tokens: tokens that have K and V; they fill the blocks from the first on.
+    """
+
+    request_id: str
+    blocks: tuple[BlockId, ...]
+    num_tokens: int
+
+
+@attrs.frozen
+class BlockMap:
+    """Who holds which block, between two steps.
+
+    Attributes:
+        geometry: the pool.
+        sequences: the running requests, the most urgent first. A block may be in several.
+        cached: blocks that nobody holds, kept for reuse by requests of the same prefix.
+    """
+
+    geometry: PoolGeometry
+    sequences: tuple[SequenceBlocks, ...]
+    cached: tuple[BlockId, ...]
