@@ -3,17 +3,24 @@
 No model runs: a replay decides every step as an engine would, and pretends that it was computed.
 """
 
+from kvpage.simulator.plot import check_plot, plot
 from kvpage.simulator.replay import Replay, ReplaySettings, StepTime
 from kvpage.simulator.report import Report, write_csv, write_json
-from kvpage.simulator.traces import TraceFile, TraceRequest
+from kvpage.simulator.traces import MOONCAKE_BLOCK, TraceFile, TraceRequest
+from kvpage.simulator.workloads import WORKLOADS, DrawnTrace
 
 __all__ = [
+    "MOONCAKE_BLOCK",
+    "WORKLOADS",
+    "DrawnTrace",
     "Replay",
     "ReplaySettings",
     "Report",
     "StepTime",
     "TraceFile",
     "TraceRequest",
+    "check_plot",
+    "plot",
     "write_csv",
     "write_json",
 ]

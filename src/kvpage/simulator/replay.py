@@ -63,6 +63,22 @@ class StepTime:
     per_token_s: float = 3.2e-5
     per_kv_token_s: float = 5e-8
 
+    @classmethod
+    def parse(cls, numbers: str) -> "StepTime":
+        """Read the three numbers, separated by commas.
+
+        Raises:
+            ConfigError: they are not three numbers, or no such times.
+        """
+        try:
+            base_s, per_token_s, per_kv_token_s = map(float, numbers.split(","))
+        except ValueError as error:
+            raise ConfigError(
+                f"a step time is three numbers of seconds, base,per_token,per_kv_token, "
+                f"got {numbers!r}"
+            ) from error
+        return cls(base_s, per_token_s, per_kv_token_s)
+
     def __attrs_post_init__(self) -> None:
         if not self.base_s > 0 or not min(self.per_token_s, self.per_kv_token_s) >= 0:
             raise ConfigError(

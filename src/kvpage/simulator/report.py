@@ -86,6 +86,11 @@ class Report:
     wall_s: float
     series: Sequence[tuple[float, Sample]] = attrs.field(repr=False)
 
+    @property
+    def label(self) -> str:
+        """The allocator with the block size: `"fixed/16"`."""
+        return f"{self.allocator}/{self.block_size}"
+
     def figures(self) -> dict[str, Any]:
         """Every attribute but the series, with mappings spread out as `allocator_ns_admit`."""
         flat: dict[str, Any] = {}
