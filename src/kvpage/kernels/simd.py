@@ -33,6 +33,7 @@ LANES = 16 if _HAS_512_BITS else 8
 TILE_ROWS = 4
 TILE_VECTORS = 4 if _HAS_512_BITS else 2
 
+_GROUP = 4
 _BYTES_PER_FLOAT = 4
 _BYTES_PER_ADDRESS = 8
 _I1, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (1, 16, 32, 64))
@@ -47,7 +48,7 @@ _BYTES_STORED = {types.float32: 4, types.uint16: 2, types.int16: 2}
 _SUFFIX = {types.float32: "f32", types.uint16: "i16", types.int16: "f16"}
 
 
-class _VectorType(types.Type):
+class _VectorType(types.Type):  # type: ignore[misc]
     """The numba type of `LANES` float32 numbers in a register."""
 
     def __init__(self) -> None:
@@ -55,7 +56,7 @@ class _VectorType(types.Type):
 
 
 @register_model(_VectorType)
-class _VectorModel(models.PrimitiveModel):
+class _VectorModel(models.PrimitiveModel):  # type: ignore[misc]
     def __init__(self, manager: Any, numba_type: Any) -> None:
         super().__init__(manager, numba_type, _FLOATS)
 
@@ -171,6 +172,12 @@ def _prefetch(builder: Builder, address: Value) -> None:
     at = _pointer(builder, address, ir.IntType(8))
     read, near, data = _I32(0), _I32(3), _I32(1)
     _llvm(builder, "prefetch.p0", ir.VoidType(), at, read, near, data)
+
+
+@_emitted(types.none, _INT)
+def prefetch(builder: Builder, address: Value) -> None:
+    """Ask for a cache line that is read soon."""
+    _prefetch(builder, address)
 
 
 @_emitted(_INT, _INT, _INT)
@@ -341,18 +348,35 @@ def _offset(builder: Builder, address: Value, offset_bytes: int) -> Value:
 def _interleaved(builder: Builder, vectors: list[Value]) -> Value:
     """The sum of each of `LANES` vectors, in one vector.
 
-    Adding the even and the odd lanes of two neighbours leaves half as many vectors, each with the
-    pairwise sums of the two in order: 3 instructions a step where a sum of its own for each
-    vector takes `2 * log2(LANES)`.
+    Adding neighbouring lanes of two vectors leaves half as many vectors with sums of both: 3
+    instructions a step, where a sum of its own for each vector takes `2 * log2(LANES)`. The first
+    two steps stay within groups of four lanes, the others move whole groups: shuffles that cross
+    groups lane by lane are the slow ones, and so the order comes out right.
     """
-    even = ir.Constant(_INTS, list(range(0, 2 * LANES, 2)))
-    odd = ir.Constant(_INTS, list(range(1, 2 * LANES, 2)))
-    while len(vectors) > 1:
+    steps = [_pairs_within_groups] * 2 + [_pairs_of_groups] * (LANES.bit_length() - 3)
+    for pairs in steps:
+        even, odd = (ir.Constant(_INTS, pairs(parity)) for parity in (0, 1))
         vectors = [
             builder.fadd(builder.shuffle_vector(a, b, even), builder.shuffle_vector(a, b, odd))
             for a, b in zip(vectors[::2], vectors[1::2], strict=True)
         ]
     return vectors[0]
+
+
+def _pairs_within_groups(parity: int) -> list[int]:
+    """Of each group of four lanes, the even or the odd ones of two vectors."""
+    return [
+        vector + group + lane
+        for group in range(0, LANES, _GROUP)
+        for vector in (0, LANES)
+        for lane in range(parity, _GROUP, 2)
+    ]
+
+
+def _pairs_of_groups(parity: int) -> list[int]:
+    """The even or the odd groups of four lanes of two vectors."""
+    groups = range(parity * _GROUP, 2 * LANES, 2 * _GROUP)
+    return [group + lane for group in groups for lane in range(_GROUP)]
 
 
 def _dot_products(ahead: int) -> Callable[..., Any]:
@@ -431,7 +455,10 @@ def _weighted_rows(vectors: int, masked: bool, ahead: int) -> Callable[..., Any]
                 at = _offset(builder, row, i * LANES * _BYTES_STORED[pool])
                 sums.add_product(i, _load_stored(builder, at, pool, mask), weight)
             if ahead:
-                later = builder.add(_load_address(builder, _advanced(builder, rows, n, _BYTES_PER_ADDRESS), ahead), offset)
+                later = builder.add(
+                    _load_address(builder, _advanced(builder, rows, n, _BYTES_PER_ADDRESS), ahead),
+                    offset,
+                )
                 for at in range(0, vectors * LANES * _BYTES_STORED[pool], 64):
                     _prefetch(builder, _offset(builder, later, at))
         for place, total in zip(places, sums.values(), strict=True):
