@@ -25,6 +25,9 @@ from kvpage.kernels.arguments import (
 )
 from kvpage.kernels.quantisation import largest
 
+COMPILE_OPTIONS: dict[str, Any] = {"enable_fp_fusion": True}
+"""Pinned, because Triton's default changes in 3.10."""
+
 _STRIDES = ("k_token_stride", "k_head_stride", "v_token_stride", "v_head_stride")
 
 
@@ -144,7 +147,7 @@ def write_kv(
     if not len(k):
         return
     grid = (triton.cdiv(len(k) * k_pool.shape[1], _ROWS),)
-    _write[grid](**write_arguments(k, v, k_pool, v_pool, slots, kv_scales))
+    _write[grid](**write_arguments(k, v, k_pool, v_pool, slots, kv_scales), **COMPILE_OPTIONS)
 
 
 def write_arguments(

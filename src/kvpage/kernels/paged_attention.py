@@ -40,7 +40,8 @@ Dims: T query tokens, Hq = Hkv * G query heads, D and Dv head dims (padded to po
 `D_PAD`, `DV_PAD`), N items, M merges, P partial results.
 """
 
-from typing import Any
+from functools import cache
+from typing import Any, Literal, TypeAlias
 
 import attrs
 import torch
@@ -292,8 +293,15 @@ def _merge(
     )
 
 
+GpuFamily: TypeAlias = Literal["mma", "wgmma", "amd"]
+"""NVIDIA GPUs by their matrix instructions (from Hopper on, whole warp groups), and AMD's."""
+
 INTERPRETED: bool = not isinstance(_attend, triton.JITFunction)
 """Whether `TRITON_INTERPRET=1` was set when this module was imported."""
+
+
+COMMON_OPTIONS: dict[str, Any] = {"enable_fp_fusion": True}
+"""Pinned, because Triton's default changes in 3.10."""
 
 
 @attrs.frozen
@@ -331,18 +339,33 @@ class Tilings:
         )
 
 
-def default_tilings(call: AttentionCall) -> Tilings:
-    """Tilings that compile without spills for these types and head dims, see the kernel reference.
+def default_tilings(call: AttentionCall, family: GpuFamily) -> Tilings:
+    """Tilings that compile without spills for these types and head dims: docs/reference/kernel.md.
 
-    They depend on the model alone, never on the batch. Extending sequences have many queries to
-    fill the GPU with and are cut only where they get very long.
+    They depend on model and machine alone, never on the batch. Extending sequences have many
+    queries to fill the GPU with and are cut only where they get very long.
     """
     group_rows = triton.next_power_of_2(call.group_size)
-    tile = _default_tile(call)
+    large = call.q.dtype == torch.float32 or max(call.head_dim, call.value_dim) > 128
+    one_byte = call.k_pool.dtype.itemsize == 1
+    tile = 32 if large or one_byte or family == "amd" else 64
+    if INTERPRETED:
+        tile = 128  # an iteration costs the interpreter the same whatever its size
+    extend_warps = 4 if family == "amd" or (family == "wgmma" and not large) else 8
     return Tilings(
         Tiling(max(16, group_rows), tile, split=decode_split(call.group_size)),
-        Tiling(max(64, group_rows), tile, split=16384),
+        Tiling(max(64, group_rows), tile, split=16384, num_warps=extend_warps),
     )
+
+
+@cache
+def gpu_family(device: torch.device) -> GpuFamily:
+    """Which matrix instructions a device has; for a CPU, where only the interpreter runs, `mma`."""
+    if torch.version.hip is not None:
+        return "amd"
+    if device.type != "cuda":
+        return "mma"
+    return "wgmma" if torch.cuda.get_device_capability(device)[0] in {9, 10} else "mma"
 
 
 def decode_split(group_size: int) -> int:
@@ -352,15 +375,6 @@ def decode_split(group_size: int) -> int:
     or more for each head of the group the parts' results are a few per cent of the traffic.
     """
     return max(256, 64 * group_size)
-
-
-def _default_tile(call: AttentionCall) -> int:
-    if INTERPRETED:
-        return 128  # an iteration costs the interpreter the same whatever its size
-    wide = max(call.head_dim, call.value_dim) > 128
-    if wide or torch.version.hip is not None or call.q.dtype == torch.float32:
-        return 32
-    return 64
 
 
 def paged_attention(
@@ -404,7 +418,7 @@ def paged_attention(
         q, k_pool, v_pool, batch, scale, window, softcap, sinks, alibi_slopes, kv_scales
     )
     check_call(call)
-    tilings = tilings or default_tilings(call)
+    tilings = tilings or default_tilings(call, gpu_family(q.device))
     work = device_work(batch, tilings.shape(call.group_size, window), q.device)
     out = _output(call, out)
     _launch(call, out, work.table, work.decode, tilings.decode)
@@ -473,12 +487,8 @@ def partial_arguments(call: AttentionCall, launch: Launch) -> dict[str, torch.Te
 
 
 def compile_options(tiling: Tiling) -> dict[str, Any]:
-    """How the attend kernel is compiled. The default of fp fusion changes in Triton 3.10."""
-    return {
-        "num_warps": tiling.num_warps,
-        "num_stages": tiling.num_stages,
-        "enable_fp_fusion": True,
-    }
+    """How the attend kernel is compiled."""
+    return {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages, **COMMON_OPTIONS}
 
 
 def _launch(
@@ -493,7 +503,7 @@ def _launch(
     )
     if len(launch.merges):
         _merge[(len(launch.merges), launch.queries, call.num_heads)](
-            **merge_arguments(call, out, launch), **partials
+            **merge_arguments(call, out, launch), **partials, **COMMON_OPTIONS
         )
 
 

@@ -15,6 +15,7 @@ import torch
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the compiled tests, and skip them where there is nothing to compile for."""
     without_gpu = pytest.mark.skip(reason="needs a GPU (or TRITON_INTERPRET=1, then no GPU)")
