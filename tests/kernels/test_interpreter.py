@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-SUITE = Path(__file__).parent / "triton"
+SUITE = Path(__file__).parent / "triton_kernels"
 
 
 def run_suite(markers: str) -> int:
