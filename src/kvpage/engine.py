@@ -31,6 +31,7 @@ from kvpage.engine_thread import (
     WhenIdle,
 )
 from kvpage.errors import EngineClosed, RequestError, RequestTooLong
+from kvpage.imports import import_model_libraries
 from kvpage.plan import Runner
 from kvpage.plugins import build_allocator, check_allocator_spec
 from kvpage.prefix import ChainedKeys
@@ -184,9 +185,10 @@ class AsyncEngine:
         config = EngineConfig(**settings)
 
         def load() -> AsyncEngine:
+            check_allocator_spec(config.allocator, plugins=config.plugins)
+            import_model_libraries()
             from kvpage.pretrained import load_pretrained
 
-            check_allocator_spec(config.allocator, plugins=config.plugins)
             loaded = load_pretrained(model, dtype=dtype, device=device, cache_dir=cache_dir)
             engine = cls.__new__(cls)
             engine._open_model(loaded.name, loaded.model, loaded.tokenizer, config)
@@ -246,7 +248,10 @@ class AsyncEngine:
 
         async def submit() -> OpenRequest:
             self._thread.check_alive()
-            tokens = await anyio.to_thread.run_sync(self.model.encode, prompt)
+            # A prompt may take seconds; who leaves meanwhile does not wait for its encoding.
+            tokens = await anyio.to_thread.run_sync(
+                self.model.encode, prompt, abandon_on_cancel=True
+            )
             sequence = self._sequence(number, tokens, chosen, priority, salt)
             return await self._submit(name, sequence)
 

@@ -3,6 +3,8 @@
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from hashlib import blake2b
 from importlib.util import find_spec
 from pathlib import Path
@@ -70,13 +72,28 @@ def load_pretrained(
         config = AutoConfig.from_pretrained(folder)
         check_supported(config, model_class_of(config))
         register_attention()
-        module = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=_dtype(dtype, target), attn_implementation=ATTENTION_NAME
-        )
+        with _no_progress_bars():
+            module = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=_dtype(dtype, target), attn_implementation=ATTENTION_NAME
+            )
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except (OSError, ImportError) as error:
         raise ConfigError(f"model {str(source)!r} cannot be loaded: {error}") from error
     return Pretrained(_name(source), PagedModel(module.to(target)), tokenizer)
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    """A library does not draw on its host's terminal."""
+    from transformers.utils import logging
+
+    were_on = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if were_on:
+            logging.enable_progress_bar()
 
 
 def default_cache_dir() -> Path:
@@ -147,10 +164,11 @@ def _convert_gguf(source: Path, folder: Path) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=".converting-", dir=folder.parent))
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            **place, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
-        )
-        model.save_pretrained(scratch)
+        with _no_progress_bars():
+            model = AutoModelForCausalLM.from_pretrained(
+                **place, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
+            )
+            model.save_pretrained(scratch)
         AutoTokenizer.from_pretrained(**place).save_pretrained(scratch)
         if not folder.is_dir():  # another process may have been faster
             scratch.rename(folder)

@@ -111,6 +111,7 @@ class Mailbox:
         self.post = post
         self._items: deque[MailItem] = deque()
         self._waiter: anyio.Event | None = None
+        self._closed = False
 
     def put(self, item: MailItem) -> bool:
         """Add an item, from any thread; True if the reader waits and wants `wake` on its loop."""
@@ -122,16 +123,21 @@ class Mailbox:
         if self._waiter is not None:
             self._waiter.set()
 
-    async def get(self) -> MailItem:
-        """The next item; yields to the event loop once in any case."""
+    def close(self) -> None:
+        """Let the reader go; nothing comes out any more. On the reader's event loop only."""
+        self._closed = True
+        self.wake()
+
+    async def get(self) -> MailItem | None:
+        """The next item, or None once closed; yields to the event loop once in any case."""
         if self._items:
             await anyio.lowlevel.checkpoint()
-        while not self._items:
+        while not self._items and not self._closed:
             self._waiter = anyio.Event()
             if not self._items:  # the engine thread may have put one before it saw the waiter
                 await self._waiter.wait()
             self._waiter = None
-        return self._items.popleft()
+        return None if self._closed else self._items.popleft()
 
 
 @attrs.frozen
@@ -153,13 +159,16 @@ class TokenStream(AsyncIterator[Token]):
     The request is submitted when the stream is first awaited (entered or iterated). Leaving it in
     any way ends it and frees its blocks before the next step: `aclose`, the end of `async with`,
     `break` out of a loop that holds the only reference, cancellation of the task that reads,
-    garbage collection. A stream has one reader at a time.
+    garbage collection. A stream has one reader at a time; another task of the same event loop may
+    close it under the reader's feet, which ends the reader's loop.
     """
 
     def __init__(self, submit: Callable[[], Awaitable[OpenRequest]], decode: Decode | None) -> None:
         self._submit = submit
         self._detokenizer = Detokenizer(decode) if decode else None
         self._request: OpenRequest | None = None
+        self._starting: anyio.CancelScope | None = None
+        self._reading = False
         self._index = 0
         self._over = False
 
@@ -171,8 +180,7 @@ class TokenStream(AsyncIterator[Token]):
             EngineBusy: the queue is full, and the engine was told to raise.
             EngineClosed: the engine was closed.
         """
-        if self._request is None and not self._over:
-            await self._start()
+        await self._start()
         return self
 
     async def __aexit__(
@@ -194,32 +202,56 @@ class TokenStream(AsyncIterator[Token]):
             RequestFailed: the request ended by an error.
             EngineClosed: the engine was closed.
         """
-        if self._over:
+        if self._reading:
+            raise anyio.BusyResourceError("reading from")
+        await self._start()
+        if self._over or self._request is None:
             raise StopAsyncIteration
-        if self._request is None:
-            await self._start()
-        assert self._request is not None
-        try:
-            item = await self._request.mailbox.get()
-        except BaseException:  # the reading task was cancelled: nobody will read on
-            self._leave()
-            raise
+        item = await self._next_item(self._request.mailbox)
+        if item is None:
+            raise StopAsyncIteration
         return self._token(item)
 
     async def aclose(self) -> None:
         """End the request. Again is a no-op; it never waits for the engine."""
         self._leave()
+        if self._starting is not None:
+            self._starting.cancel()
+        if self._request is not None:
+            self._request.mailbox.close()
         await anyio.lowlevel.cancel_shielded_checkpoint()
 
     def __del__(self) -> None:
         self._leave()
 
     async def _start(self) -> None:
+        """Submit, once; without effect if another task closes the stream meanwhile."""
+        if self._over or self._request is not None:
+            return
+        if self._starting is not None:
+            raise anyio.BusyResourceError("reading from")
+        with anyio.CancelScope() as self._starting:
+            await self._submit_or_end()
+        self._starting = None
+
+    async def _submit_or_end(self) -> None:
         try:
             self._request = await self._submit()
         except BaseException:
             self._over = True
             raise
+        if self._over:  # closed while it was submitted, too late to stop that
+            self._request.cancel()
+
+    async def _next_item(self, mailbox: Mailbox) -> MailItem | None:
+        self._reading = True
+        try:
+            return await mailbox.get()
+        except BaseException:  # the reading task was cancelled: nobody will read on
+            self._leave()
+            raise
+        finally:
+            self._reading = False
 
     def _leave(self) -> None:
         if not self._over and self._request is not None:

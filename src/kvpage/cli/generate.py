@@ -182,7 +182,6 @@ def _quiet_transformers() -> None:
     from transformers.utils import logging
 
     logging.set_verbosity_error()
-    logging.disable_progress_bar()
 
 
 async def _together(console: Console, answers: list[_Answer], answer_one: Any) -> None:
