@@ -4,8 +4,9 @@ No model runs: a replay decides every step as an engine would, and pretends that
 """
 
 from kvpage.simulator.plot import check_plot, plot
-from kvpage.simulator.replay import Replay, ReplaySettings, StepTime
+from kvpage.simulator.replay import Replay
 from kvpage.simulator.report import Report, write_csv, write_json
+from kvpage.simulator.settings import ReplaySettings, StepTime
 from kvpage.simulator.traces import MOONCAKE_BLOCK, TraceFile, TraceRequest
 from kvpage.simulator.workloads import WORKLOADS, DrawnTrace
 

@@ -40,7 +40,6 @@ class MeteredAllocator:
 
     Attributes:
         costs: by method.
-        admitted: sequences admitted since the list was last emptied, by whoever reads it.
         granted_extents: extents of all grants together.
         moved_blocks: blocks that the strategy had copied.
     """
@@ -48,7 +47,6 @@ class MeteredAllocator:
     def __init__(self, inner: Allocator) -> None:
         self.sharing = inner.sharing
         self.costs = {name: OperationCost() for name in ("admit", "extend", "free", "finish")}
-        self.admitted: list[SequenceId] = []
         self.granted_extents = 0
         self.moved_blocks = 0
         self._inner = inner
@@ -61,7 +59,6 @@ class MeteredAllocator:
             grant = self._inner.admit(
                 seq, num_tokens, max_tokens=max_tokens, shared_tokens=shared_tokens
             )
-        self.admitted.append(seq)
         return self._counted(grant)
 
     def extend(self, seq: SequenceId, num_tokens: int) -> Grant:

@@ -18,118 +18,21 @@ import numpy.typing as npt
 from kvpage.allocators.base import AllocatorFactory
 from kvpage.batch import RunningBatch
 from kvpage.block_manager import BlockManager
-from kvpage.blocks import PoolGeometry, SequenceId
 from kvpage.config import DEFAULT_BLOCK_SIZE
-from kvpage.errors import ConfigError, TraceError
+from kvpage.errors import TraceError
 from kvpage.plan import StepPlan, StepResult
 from kvpage.plugins import AllocatorSpec, build_allocator
 from kvpage.scheduler import Schedule, Scheduler
-from kvpage.simulator.feed import FedSequence, Feed
+from kvpage.simulator.feed import Errand, Feed
 from kvpage.simulator.instruments import Sample, Series, Waits, metered
 from kvpage.simulator.report import Report
+from kvpage.simulator.settings import ReplaySettings
 from kvpage.simulator.traces import MOONCAKE_BLOCK, TraceRequest
 
 QUEUE_DEPTH = 64
 """Waiting sequences that a saturated replay keeps ready; only the ramp-up admits more a step."""
 
 STEPS_PER_TICK = 256
-
-
-def _at_least_one(_instance: object, attribute: "attrs.Attribute[int]", value: int | None) -> None:
-    if value is not None and value < 1:
-        raise ConfigError(f"{attribute.name} must be at least 1, got {value}")
-
-
-def _share(_instance: object, attribute: "attrs.Attribute[float]", value: float) -> None:
-    if not 0 <= value <= 1:
-        raise ConfigError(f"{attribute.name} must be between 0 and 1, got {value}")
-
-
-@attrs.frozen
-class StepTime:
-    """How long a step takes: `base + per_token * tokens + per_kv_token * tokens in the cache`.
-
-    The defaults are arithmetic for 8 billion parameters in bf16 with 128 KiB of K and V a token on
-    one H100: weights read at 3.3 TB/s and a millisecond around them; 2 operations a parameter at
-    half of 990 TFLOP/s; K and V read at 80 % of 3.3 TB/s.
-
-    Attributes:
-        base_s: seconds of any step.
-        per_token_s: seconds for each token that is computed.
-        per_kv_token_s: seconds for each token that is attended to.
-    """
-
-    base_s: float = 6e-3
-    per_token_s: float = 3.2e-5
-    per_kv_token_s: float = 5e-8
-
-    @classmethod
-    def parse(cls, numbers: str) -> "StepTime":
-        """Read the three numbers, separated by commas.
-
-        Raises:
-            ConfigError: they are not three numbers, or no such times.
-        """
-        try:
-            base_s, per_token_s, per_kv_token_s = map(float, numbers.split(","))
-        except ValueError as error:
-            raise ConfigError(
-                f"a step time is three numbers of seconds, base,per_token,per_kv_token, "
-                f"got {numbers!r}"
-            ) from error
-        return cls(base_s, per_token_s, per_kv_token_s)
-
-    def __attrs_post_init__(self) -> None:
-        if not self.base_s > 0 or not min(self.per_token_s, self.per_kv_token_s) >= 0:
-            raise ConfigError(
-                f"a step takes time above 0 s, got {self.base_s:g}, {self.per_token_s:g}, "
-                f"{self.per_kv_token_s:g}"
-            )
-
-    def of(self, plan: StepPlan) -> float:
-        """Seconds that `plan` takes."""
-        return (
-            self.base_s
-            + self.per_token_s * len(plan.token_ids)
-            + self.per_kv_token_s * int(plan.kv_lens.sum())
-        )
-
-
-@attrs.frozen(kw_only=True)
-class ReplaySettings:
-    """The pool and the batch, and how time passes.
-
-    Attributes:
-        slots: token slots in the pool.
-        max_model_len: longest sequence in tokens; longer requests are left out and counted.
-        max_num_seqs: sequences that run at once.
-        max_batch_tokens: tokens that one step computes at most; None lets a prompt of any length
-            through in one step.
-        prefix_cache: share the prompts' blocks by the trace's hash ids.
-        step_time: None replays saturated, without a clock.
-        cancel_rate: share of the requests that are cancelled, each after a random part of its
-            output.
-        seed: of the cancellations.
-    """
-
-    slots: int = attrs.field(default=100_000, validator=_at_least_one)
-    max_model_len: int = attrs.field(default=2048, validator=_at_least_one)
-    max_num_seqs: int = attrs.field(default=4096, validator=_at_least_one)
-    max_batch_tokens: int | None = attrs.field(default=None, validator=_at_least_one)
-    prefix_cache: bool = False
-    step_time: StepTime | None = None
-    cancel_rate: float = attrs.field(default=0.0, validator=_share)
-    seed: int = 0
-
-    def geometry(self, block_size: int) -> PoolGeometry:
-        """The pool in blocks of `block_size` tokens.
-
-        Raises:
-            ConfigError: not even one block fits.
-        """
-        if self.slots < block_size:
-            raise ConfigError(f"{self.slots} slots hold no block of {block_size} tokens")
-        return PoolGeometry(self.slots // block_size, block_size, self.max_model_len)
 
 
 @attrs.define
@@ -190,19 +93,9 @@ class Replay:
             prefix_cache=settings.prefix_cache,
         )
         self._batch = RunningBatch(settings.max_num_seqs, geometry.max_model_len)
-        self._scheduler = Scheduler(
-            self._blocks,
-            self._batch,
-            max_batch_tokens=settings.max_batch_tokens or geometry.num_slots,
-        )
-        self._feed = Feed(
-            requests,
-            geometry,
-            hash_block_size=hash_block_size,
-            cancel_rate=settings.cancel_rate,
-            seed=settings.seed,
-        )
-        self._live: dict[SequenceId, FedSequence] = {}
+        budget = settings.max_batch_tokens or geometry.num_slots
+        self._scheduler = Scheduler(self._blocks, self._batch, max_batch_tokens=budget)
+        self._feed = Feed(requests, geometry, settings, hash_block_size=hash_block_size)
         self._cancel_at: npt.NDArray[np.int64] = np.zeros(settings.max_num_seqs, np.int64)
         self._now_s = self._feed.next_arrival_s or 0.0
         self._ramp_ends_at: int | None = None
@@ -237,8 +130,8 @@ class Replay:
         """Feed, schedule, measure, pretend to compute; False when everything is over."""
         self._fill_queue()
         schedule = self._scheduler.schedule()
-        self._note_failures(schedule)
-        self._note_admissions()
+        self._counts.failed += len(schedule.failures)
+        self._note_admissions(schedule)
         if schedule.plan is None:
             return self._skip_to_next_arrival()
         step_time = self._settings.step_time
@@ -251,19 +144,14 @@ class Replay:
         return True
 
     def _fill_queue(self) -> None:
-        while self._next_is_due():
-            fed = self._feed.take()
-            assert fed is not None
-            self._live[fed.sequence.id] = fed
-            self._scheduler.add(fed.sequence)
+        while self._next_is_due() and (sequence := self._feed.take()):
+            self._scheduler.add(sequence)
 
     def _next_is_due(self) -> bool:
         arrival_s = self._feed.next_arrival_s
-        if arrival_s is None:
-            return False
         if self._settings.step_time is None:
             return self._scheduler.num_waiting < QUEUE_DEPTH
-        return arrival_s <= self._now_s
+        return arrival_s is not None and arrival_s <= self._now_s
 
     def _skip_to_next_arrival(self) -> bool:
         """Nothing runs. The scheduler fails what cannot run alone, so nothing waits either."""
@@ -273,20 +161,12 @@ class Replay:
         self._now_s = max(self._now_s, arrival_s)
         return True
 
-    def _note_failures(self, schedule: Schedule) -> None:
-        for sequence, _ in schedule.failures:
-            self._counts.failed += 1
-            del self._live[sequence.id]
-
-    def _note_admissions(self) -> None:
-        for seq in self._allocator.admitted:
-            fed = self._live.get(seq)
-            if fed is None:  # its grant was refused by the block manager
-                continue
-            self._cancel_at[fed.sequence.row] = fed.cancel_at_tokens
-            if fed.sequence.num_preemptions == 0 and self._settings.step_time is not None:
-                self._waits.add(self._now_s - fed.arrival_s)
-        self._allocator.admitted.clear()
+    def _note_admissions(self, schedule: Schedule) -> None:
+        for sequence in schedule.admitted:
+            errand: Errand = sequence.request
+            self._cancel_at[sequence.row] = errand.cancel_at_tokens
+            if sequence.num_preemptions == 0 and self._settings.step_time is not None:
+                self._waits.add(self._now_s - errand.arrival_s)
 
     def _compute(self, plan: StepPlan) -> None:
         """What a runner does, with token 0 for everybody; sequences end by their length."""
@@ -301,14 +181,11 @@ class Replay:
 
     def _note_end(self, row: int) -> None:
         """Look at a table as long as it gets; only the entries that hold tokens count."""
-        sequence = self._batch.sequences[row]
-        assert sequence is not None
         num_blocks = self._blocks.geometry.blocks_for(int(self._batch.num_tokens[row]))
         steps = np.diff(self._blocks.tables[row, :num_blocks])
         self._counts.entries += num_blocks
         self._counts.extents += 1 + int(np.count_nonzero(steps != 1))
         self._counts.completed += 1
-        del self._live[sequence.id]
 
     def _cancel_due(self) -> None:
         due = (self._batch.num_tokens > 0) & (self._batch.num_tokens >= self._cancel_at)
@@ -317,7 +194,6 @@ class Replay:
             assert sequence is not None
             self._scheduler.cancel(sequence)
             self._counts.cancelled += 1
-            del self._live[sequence.id]
 
     # -- measuring -----------------------------------------------------------------------------
 
