@@ -1,0 +1,89 @@
+"""An engine over a fake runner, and what a test of leaving and ending wants to know of it."""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import attrs
+
+from kvpage import AsyncEngine, SamplingParams
+from kvpage.blocks import PoolGeometry
+from kvpage.engine import EngineModel
+from kvpage.plan import Runner
+from kvpage.testing import undisturbed
+from tests.engine.runners import (
+    GEOMETRY,
+    PATIENCE_S,
+    VOCAB_SIZE,
+    CharacterTokenizer,
+    GatedRunner,
+)
+
+BACKENDS = ("asyncio", "trio")
+
+
+def fake_engine(
+    runner: Runner | None = None,
+    *,
+    geometry: PoolGeometry = GEOMETRY,
+    tokenizer: Any = None,
+    **settings: Any,
+) -> AsyncEngine:
+    """An engine over `runner`, or over one that never waits."""
+    model = EngineModel("fake", VOCAB_SIZE, tokenizer=tokenizer)
+    return AsyncEngine.from_runner(runner or GatedRunner(geometry), geometry, model, **settings)
+
+
+@attrs.frozen
+class Scene:
+    """An engine whose steps and prompts can be held."""
+
+    engine: AsyncEngine
+    runner: GatedRunner
+    tokenizer: CharacterTokenizer
+
+    def let_go(self) -> None:
+        """Hold nothing any more."""
+        self.runner.gate.open()
+        self.tokenizer.gate.open()
+
+
+@asynccontextmanager
+async def scene(
+    *, free_steps: int | None = None, free_prompts: int | None = None, **settings: Any
+) -> AsyncIterator[Scene]:
+    """An engine that holds its steps and prompts after so many; closed at the end."""
+    runner = GatedRunner(free_steps=free_steps)
+    tokenizer = CharacterTokenizer(free_prompts=free_prompts)
+    held = Scene(fake_engine(runner, tokenizer=tokenizer, **settings), runner, tokenizer)
+    try:
+        with anyio.fail_after(PATIENCE_S):
+            yield held
+    finally:
+        held.let_go()
+        await held.engine.aclose()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Poll, where nothing else tells when another task or thread got somewhere."""
+    with anyio.fail_after(PATIENCE_S):
+        while not condition():
+            await anyio.lowlevel.checkpoint()
+
+
+async def check_nothing_left(engine: AsyncEngine, request_id: str) -> None:
+    """No request, no block is left of `request_id`, and its id can be used again."""
+    await engine.idle()
+    stats = engine.stats()
+    assert (stats.num_running, stats.num_waiting, stats.pool.used_blocks) == (0, 0, 0)
+    assert stats.pool.free_blocks + stats.pool.cached_blocks == stats.pool.num_blocks
+    await check_generates(engine, request_id)
+
+
+async def check_generates(engine: AsyncEngine, request_id: str | None = None) -> None:
+    """The engine serves a new request, and rightly."""
+    prompt = [5, 6, 7, 8, 9]
+    completion = await engine.complete(prompt, SamplingParams(max_tokens=6), request_id=request_id)
+    assert list(completion.token_ids) == undisturbed(prompt, 6)
