@@ -24,7 +24,7 @@ def machine_for(factory: Callable[[PoolGeometry], Allocator]) -> "type[ContractM
 class ContractMachine(RuleBasedStateMachine):
     """Calls an allocator as a block manager might, in any order, through a `ShadowPool`.
 
-    Pools are small, so that they are exhausted often, and of sizes that are no power of two.
+    Pools are small, so that they are exhausted often, and mostly of sizes that are no power of two.
     """
 
     def __init__(self, factory: Callable[[PoolGeometry], Allocator]) -> None:
@@ -34,9 +34,9 @@ class ContractMachine(RuleBasedStateMachine):
         self._pool: ShadowPool
 
     @initialize(
-        num_blocks=st.integers(1, 40),
+        num_blocks=st.integers(1, 20) | st.integers(21, 160),
         block_size=st.sampled_from((1, 3, 8, 16)),
-        max_model_blocks=st.integers(1, 48),
+        max_model_blocks=st.integers(1, 80),
     )
     def build(self, num_blocks: int, block_size: int, max_model_blocks: int) -> None:
         """A new pool; `max_model_len` may be far below or above what fits it."""
@@ -46,7 +46,8 @@ class ContractMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def admit(self, data: st.DataObject) -> None:
         """Start a sequence. An id that was refused is used again."""
-        max_tokens = data.draw(st.integers(1, self._pool.geometry.max_model_len), "max_tokens")
+        longest = self._pool.geometry.max_model_len
+        max_tokens = data.draw(st.just(longest) | st.integers(1, longest), "max_tokens")
         num_tokens = data.draw(st.integers(1, max_tokens), "num_tokens")
         shared = self._draw_shared(data, num_tokens)
         seq = SequenceId(self._next)
@@ -64,13 +65,11 @@ class ContractMachine(RuleBasedStateMachine):
     @precondition(lambda self: self._pool.live)
     @rule(data=st.data())
     def decode(self, data: st.DataObject) -> None:
-        """Grow a sequence token by token for a while, as long as there is room."""
-        seq = self._draw_live(data)
-        live = self._pool.live[seq]
-        room = min(live.max_tokens - live.num_tokens, 16 * self._pool.geometry.block_size)
-        for _ in range(data.draw(st.integers(0, room), "steps")):
-            if not self._pool.extend(seq, live.num_tokens + 1):
-                break
+        """Grow all sequences side by side for some steps, each until there is no more room."""
+        stride = data.draw(st.sampled_from((1, self._pool.geometry.block_size)), "tokens a step")
+        growing = list(self._pool.live)
+        for _ in range(data.draw(st.integers(1, 32), "steps")):
+            growing = [seq for seq in growing if self._grow(seq, stride)]
 
     @precondition(lambda self: self._pool.live and self._pool.sharing)
     @rule(data=st.data())
@@ -113,6 +112,12 @@ class ContractMachine(RuleBasedStateMachine):
         """Nothing may have been lost on the way."""
         if hasattr(self, "_pool") and self._pool.sound:
             self._pool.drain()
+
+    def _grow(self, seq: SequenceId, num_tokens: int) -> bool:
+        """Make room for so many tokens more; False if `seq` may not or cannot have them."""
+        live = self._pool.live[seq]
+        wanted = live.num_tokens + num_tokens
+        return wanted <= live.max_tokens and self._pool.extend(seq, wanted)
 
     def _draw_live(self, data: st.DataObject) -> SequenceId:
         return data.draw(st.sampled_from(sorted(self._pool.live)), "sequence")
