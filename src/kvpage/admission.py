@@ -94,7 +94,7 @@ class AdmissionGate:
             self._open.discard(request_id)
 
     def open_wide(self) -> None:
-        """Let everyone in: the engine has ended, and tells so whoever enters."""
+        """Let everyone in: the engine is closing, and tells so whoever enters."""
         with self._lock:
             self._max_waiting = sys.maxsize
             self._pass_on()

@@ -156,23 +156,26 @@ class EngineThread:
                 self._tell_idle()
                 if self._closing == "drain":
                     return False
-            self.statistics = self._statistics()
             try:
                 self._handle(self._inbox.get(block=idle))
             except Empty:
                 return True
+            self.statistics = self._statistics()
         return False
 
     def _handle(self, message: Message) -> None:
         match message:
-            case Submit(request):
+            case Submit(request) if self._closing is None:
                 request.sequence.request = request
                 self._open[request.sequence.id] = request
                 self._scheduler.add(request.sequence)
+            case Submit(request):
+                self._refuse(request)
             case Cancel(seq):
                 self._cancel(seq)
             case Close(mode):
                 self._closing = mode
+                self._gate.open_wide()
             case WhenIdle(callback):
                 self._when_idle.append(callback)
             case MapBlocks(callback):
@@ -190,6 +193,7 @@ class EngineThread:
         self._note(schedule)
         if schedule.plan is not None:
             self._execute(schedule.plan)
+        self.statistics = self._statistics()  # before anybody wakes up and looks at it
         self._wake_readers()
 
     def _execute(self, plan: StepPlan) -> None:
@@ -229,23 +233,24 @@ class EngineThread:
                 self._forget(request)
 
     def _put(self, mailbox: Mailbox, item: MailItem) -> None:
+        waiting = self._to_wake.setdefault(mailbox.post, [])
         if mailbox.put(item):
-            self._to_wake.setdefault(mailbox.post, []).append(mailbox)
+            waiting.append(mailbox)
 
     def _wake_readers(self) -> None:
-        """One wake-up for each event loop."""
+        """One wake-up for each event loop, even if none of its readers waits: it may have ended."""
         wake, self._to_wake = self._to_wake, {}
         for post, mailboxes in wake.items():
             try:
                 post(_Wake(mailboxes))
             except RuntimeError:  # that event loop has ended, and its readers with it
-                self._cancel_readers(mailboxes)
+                self._cancel_readers(post)
 
-    def _cancel_readers(self, mailboxes: list[Mailbox]) -> None:
-        gone = set(mailboxes)
+    def _cancel_readers(self, post: Post) -> None:
         for request in list(self._open.values()):
-            if request.mailbox in gone:
+            if request.mailbox.post == post:
                 self._cancel(request.sequence.id)
+        self.statistics = self._statistics()
 
     def _fail_step(self, plan: StepPlan, cause: Exception) -> None:
         logger.error("a step failed", exc_info=cause)
@@ -272,33 +277,46 @@ class EngineThread:
         """Nobody waits for ever: every open or late request learns that the engine is gone."""
         self._ended = True
         self._gate.open_wide()
-        self._scheduler.cancel_all()
+        self._attempt(self._scheduler.cancel_all)
         for request in list(self._open.values()):
             self._put(request.mailbox, self.end_error())
             self._forget(request)
         while not self._inbox.empty():
-            self._refuse(self._inbox.get())
+            self._handle_late(self._inbox.get())
+        self.statistics = self._statistics()
         self._wake_readers()
         self._tell_idle()
-        self._runner.close()
-        self.statistics = self._statistics()
+        self._attempt(self._runner.close)
         atexit.unregister(self._exit)
+
+    def _attempt(self, release: Callable[[], None]) -> None:
+        """Release something; what ended the engine may well get in the way, and stops here."""
+        try:
+            release()
+        except Exception:
+            logger.exception("the engine ended, but could not release everything")
 
     def _exit(self) -> None:
         """The process ends: stop between two steps, not inside the model."""
         self.post(Close("now"))
         self.join(EXIT_GRACE_S)
 
-    def _refuse(self, message: Message) -> None:
+    def _handle_late(self, message: Message) -> None:
         match message:
             case Submit(request):
-                self._put(request.mailbox, self.end_error())
+                self._refuse(request)
             case WhenIdle(callback):
                 self._when_idle.append(callback)
             case MapBlocks(callback):
                 self._call_back(lambda: callback(self._block_map()))
             case _:
                 pass
+
+    def _refuse(self, request: Request) -> None:
+        """The engine is closing, or has ended: this request comes too late."""
+        self._put(request.mailbox, self.end_error())
+        self._gate.scheduled()
+        self._gate.leave(request.id)
 
     def end_error(self) -> EngineBroken | EngineClosed:
         """What a request gets from an engine that has ended."""
