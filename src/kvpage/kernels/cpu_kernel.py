@@ -313,7 +313,8 @@ def _stored_bytes(pool: Any) -> int:
 @_compiled
 def _maxima(job: Any, partial: int) -> int:
     """A partial is float32[query_heads, v_dims padded], then their maxima, then their sums."""
-    return partial + job.query_heads * _padded(job.v_dims, LANES) * 4
+    values_bytes: int = job.query_heads * _padded(job.v_dims, LANES) * 4
+    return partial + values_bytes
 
 
 @_compiled
