@@ -1,0 +1,239 @@
+"""Whatever happens around a request, it generates what it would generate alone.
+
+Random histories of submissions and cancellations over tiny pools: every strategy, prefix cache on
+and off, every chunk budget. The fake runner raises at the first wrong read; the ledger is recounted
+after every step; outputs are compared with `undisturbed` ones.
+"""
+
+from itertools import count
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from kvpage.batch import RunningBatch
+from kvpage.block_manager import BlockManager
+from kvpage.blocks import PoolGeometry, SequenceId
+from kvpage.errors import OutgrewPool
+from kvpage.prefix import ChainedKeys
+from kvpage.scheduler import Scheduler
+from kvpage.sequence import Sequence, SequenceState
+from kvpage.testing import FakeRunner, undisturbed
+from kvpage.testing.conformance import AllocatorUnderTest
+
+BUDGETS = (1, 7, 16, 512)
+"""Tokens that a step computes at most."""
+
+LONGEST = 96
+"""Tokens of the longest sequence."""
+
+MAX_STEPS = 20_000
+"""Far more steps than any of these histories needs: beyond it, nothing moves any more."""
+
+
+class Service:
+    """Scheduler, ledger and fake runner under one loop: an engine without threads or model."""
+
+    def __init__(
+        self,
+        factory: AllocatorUnderTest,
+        geometry: PoolGeometry,
+        *,
+        max_num_seqs: int,
+        max_batch_tokens: int,
+        prefix_cache: bool,
+    ) -> None:
+        self.geometry = geometry
+        self.outputs: dict[SequenceId, list[int]] = {}
+        self.failures: dict[SequenceId, Exception] = {}
+        self.requests: dict[SequenceId, Sequence] = {}
+        self.max_batch_tokens = max_batch_tokens
+        self.sound = True  # did the last step end well?
+        self.blocks = BlockManager(
+            geometry, factory(geometry), max_num_seqs=max_num_seqs, prefix_cache=prefix_cache
+        )
+        batch = RunningBatch(max_num_seqs, geometry.max_model_len)
+        self.scheduler = Scheduler(self.blocks, batch, max_batch_tokens=max_batch_tokens)
+        self._runner = FakeRunner(geometry, known_tokens=batch.tokens)
+        self._ids = map(SequenceId, count())
+
+    @property
+    def live(self) -> int:
+        """Requests that have not ended."""
+        return self.scheduler.num_running + self.scheduler.num_waiting
+
+    def submit(
+        self, prompt: list[int], max_tokens: int, *, stop: tuple[int, ...] = (), priority: int = 0
+    ) -> SequenceId:
+        """Queue a request."""
+        sequence = Sequence(
+            next(self._ids),
+            np.array(prompt, np.int32),
+            len(prompt),
+            len(prompt) + max_tokens,
+            stop_token_ids=stop,
+            priority=priority,
+            prefix_keys=ChainedKeys(self.geometry.block_size, secret=b"key"),
+        )
+        self.scheduler.add(sequence)
+        self.requests[sequence.id] = sequence
+        self.outputs[sequence.id] = []
+        return sequence.id
+
+    def step(self) -> None:
+        """Schedule, execute, update; the ledger must be right after each."""
+        self.sound = False
+        schedule = self.scheduler.schedule()
+        self.blocks.verify()
+        for sequence, error in schedule.failures:
+            self.failures[sequence.id] = error
+        if schedule.plan is not None:
+            assert len(schedule.plan.token_ids) <= self.max_batch_tokens
+            result = self._runner.execute(schedule.plan)
+            outcome = self.scheduler.update(schedule.plan, result)
+            for sequence, token in zip(outcome.sequences, outcome.token_ids, strict=True):
+                self.outputs[sequence.id].append(token)
+        self.blocks.verify()
+        self.sound = True
+
+    def run_to_the_end(self) -> None:
+        """Step until nothing is live."""
+        for _ in range(MAX_STEPS):
+            if not self.live:
+                return
+            self.step()
+        raise AssertionError(f"{self.live} requests never end")
+
+
+class History(RuleBasedStateMachine):
+    """Submissions, cancellations and steps in any order, then a run to the end."""
+
+    def __init__(self, factory: AllocatorUnderTest) -> None:
+        super().__init__()
+        self._factory = factory
+        self._prompts: dict[SequenceId, list[int]] = {}
+        self._cancelled: set[SequenceId] = set()
+        self._service: Service
+
+    @initialize(
+        num_blocks=st.integers(1, 24),
+        block_size=st.sampled_from((1, 3, 8)),
+        max_num_seqs=st.integers(1, 6),
+        max_batch_tokens=st.sampled_from(BUDGETS),
+        prefix_cache=st.booleans(),
+    )
+    def build(
+        self,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        max_batch_tokens: int,
+        prefix_cache: bool,
+    ) -> None:
+        """A pool that a few requests fill."""
+        self._service = Service(
+            self._factory,
+            PoolGeometry(num_blocks, block_size, LONGEST),
+            max_num_seqs=max_num_seqs,
+            max_batch_tokens=max_batch_tokens,
+            prefix_cache=prefix_cache,
+        )
+
+    @rule(
+        # Prompts of few different beginnings, so that prefixes are found in the cache.
+        start=st.sampled_from((0, 1)),
+        prompt_tokens=st.integers(1, 48),
+        max_tokens=st.integers(1, 48),
+        stop=st.sampled_from(((), tuple(range(0, 251, 10)))),
+        priority=st.sampled_from((0, 0, 0, 1)),
+    )
+    def submit(
+        self, start: int, prompt_tokens: int, max_tokens: int, stop: tuple[int, ...], priority: int
+    ) -> None:
+        """Queue a request."""
+        prompt = list(range(start, start + prompt_tokens))
+        seq = self._service.submit(prompt, max_tokens, stop=stop, priority=priority)
+        self._prompts[seq] = prompt
+
+    @precondition(lambda self: self._service.requests)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        """Cancel any request: queued, in its prompt, decoding, or over already."""
+        seq = data.draw(st.sampled_from(sorted(self._service.requests)))
+        sequence = self._service.requests[seq]
+        if sequence.state is not SequenceState.FINISHED:
+            self._cancelled.add(seq)
+        self._service.scheduler.cancel(sequence)
+        self._service.blocks.verify()
+
+    @precondition(lambda self: self._service.live)
+    @rule(times=st.integers(1, 24))
+    def step(self, times: int) -> None:
+        """Let some steps pass."""
+        for _ in range(times):
+            self._service.step()
+
+    def teardown(self) -> None:
+        """Everything ends, nothing is held, and every output is as if it had run alone."""
+        if not hasattr(self, "_service") or not self._service.sound:
+            return
+        self._service.run_to_the_end()
+        assert self._service.blocks.statistics().used_blocks == 0
+        for seq, prompt in self._prompts.items():
+            self._check_output(seq, prompt)
+
+    def _check_output(self, seq: SequenceId, prompt: list[int]) -> None:
+        sequence = self._service.requests[seq]
+        output = self._service.outputs[seq]
+        alone = undisturbed(
+            prompt,
+            sequence.max_total_tokens - len(prompt),
+            stop_token_ids=sequence.stop_token_ids,
+        )
+        error = self._service.failures.get(seq)
+        if error is None and seq not in self._cancelled:
+            assert output == alone
+            return
+        assert output == alone[: len(output)]
+        if error is not None:
+            assert isinstance(error, OutgrewPool)
+            assert len(prompt) + len(output) > self._service.geometry.num_slots
+
+
+def run_histories(factory: AllocatorUnderTest, *, max_examples: int, steps: int) -> None:
+    """Run the state machine over one strategy."""
+
+    class OfStrategy(History):
+        def __init__(self) -> None:
+            super().__init__(factory)
+
+    run_state_machine_as_test(
+        OfStrategy,
+        settings=settings(
+            max_examples=max_examples,
+            stateful_step_count=steps,
+            deadline=None,
+            database=None,
+            derandomize=True,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+
+
+def test_outputs_are_undisturbed(factory: AllocatorUnderTest) -> None:
+    """A few histories of each strategy, on every run of the suite."""
+    run_histories(factory, max_examples=12, steps=20)
+
+
+@pytest.mark.slow
+def test_outputs_are_undisturbed_at_length(factory: AllocatorUnderTest) -> None:
+    """A thousand histories of fifty calls."""
+    run_histories(factory, max_examples=1000, steps=50)
