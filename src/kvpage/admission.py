@@ -44,7 +44,9 @@ class AdmissionGate:
 
     def __init__(self, max_waiting: int) -> None:
         self._max_waiting = max_waiting
-        self._lock = threading.Lock()
+        # Reentrant: dropping the last reference to a waiting task, which may happen in here, closes
+        # its coroutine, and that gives up its turn.
+        self._lock = threading.RLock()
         self._open: set[str] = set()
         self._num_waiting = 0
         self._waiters: deque[_Waiter] = deque()
@@ -110,7 +112,7 @@ class AdmissionGate:
             if waiter.granted:
                 self._num_waiting -= 1
                 self._pass_on()
-            else:
+            elif waiter in self._waiters:  # or its event loop had ended when its turn came
                 self._waiters.remove(waiter)
 
     def _pass_on(self) -> None:
