@@ -58,7 +58,7 @@ def make_step(
     """Make a step of sequences `(queries, keys)`.
 
     What a sequence holds follows from its name and lengths alone, wherever its blocks are. Blocks
-    that lie behind the window of all its queries are -1.
+    that lie behind the window of all its queries are -1; those after its end do not exist.
     """
     query_lens, kv_lens = (np.array(lens, np.int32) for lens in zip(*sequences, strict=True))
     table = block_table(kv_lens, block_size, placing)
@@ -73,6 +73,7 @@ def make_step(
         for pool in (k_pool, v_pool):
             shape = (len(slots), *pool.shape[1:])
             pool[torch.from_numpy(slots)] = torch.randn(shape, generator=numbers).to(dtype)
+        table[i, -(-kv_lens[i] // block_size) :] = np.iinfo(np.int32).max
         queries.append(torch.randn(heads[0], query_lens[i], dims[0], generator=numbers))
     if window:
         hide_blocks_behind(table, kv_lens - query_lens - window + 1, block_size, k_pool, v_pool)

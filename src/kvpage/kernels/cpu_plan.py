@@ -88,8 +88,12 @@ def _plan_items(
 
 
 @functools.cache
-def _planner() -> Callable[..., tuple[int, int, int]]:
-    compiled = cached(functools.partial(numba.njit, nogil=True), _plan_items)
+def planner() -> Callable[..., tuple[int, int, int]]:
+    """`_plan_items`, compiled or loaded from numba's cache."""
+    lengths = numba.types.int32[::1]
+    items, merges = (numba.types.Array(numba.from_dtype(d), 1, "C") for d in (ITEM, MERGE))
+    signature = (*[lengths] * 3, *[numba.types.int64] * 3, items, merges)
+    compiled = cached(functools.partial(numba.njit, signature, nogil=True), _plan_items)
     return cast(Callable[..., tuple[int, int, int]], compiled)
 
 
@@ -137,7 +141,7 @@ def _cut(batch: AttentionBatch, shape: Shape) -> tuple[npt.NDArray[Any], npt.NDA
     merges = np.empty(len(batch.rows) * (TILE_QUERIES - 1), MERGE)
     # Copies, since numba would compile once more for a view or a read-only array.
     lengths = (np.array(x, np.int32) for x in (batch.rows, batch.query_lens, batch.kv_lens))
-    num_items, num_merges, num_partials = _planner()(
+    num_items, num_merges, num_partials = planner()(
         *lengths, group, shape.kv_heads, shape.window, items, merges
     )
     return items[:num_items], merges[:num_merges], num_partials
