@@ -177,6 +177,21 @@ def test_large_scores(device: str) -> None:
     assert error(problem, tilings=MANY_CUTS) < 1e-3
 
 
+@pytest.mark.parametrize("tilings", [None, MANY_CUTS])
+def test_very_negative_scores_behind_a_tile_without_keys(
+    tilings: Tilings | None, device: str
+) -> None:
+    """A row that sees nothing of its first tile does not take 0 for its largest score so far.
+
+    All scores are about -200, so that beside a score of 0 they would vanish.
+    """
+    shape = AttentionShape(num_kv_heads=1)
+    problem = attention_problem(shape, [150], [150], window=5, scale=20.0, device=device)
+    problem.k_pool.abs_()
+    problem.q.copy_(-problem.q.abs())
+    assert error(problem, tilings=tilings) < 1e-3
+
+
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_equal_bits_wherever_the_blocks_are(placement: Placement, device: str) -> None:
     """Tables of all allocators give the same output for the same contents."""
