@@ -160,7 +160,12 @@ class StepWork:
 
 
 def plan_step(batch: AttentionBatch, shape: WorkShape) -> StepWork:
-    """Cut a step into work items. Cost: a fixed number of numpy calls, linear in their output."""
+    """Cut a step into work items. Cost: a fixed number of numpy calls, linear in their output.
+
+    Raises:
+        ValueError: a sequence has no queries, or more than tokens, or the table is too short.
+    """
+    _check(batch)
     table, table_starts = flat_table(batch)
     first_tokens = np.cumsum(batch.query_lens) - batch.query_lens
     sequences = np.stack([table_starts, first_tokens, batch.query_lens, batch.kv_lens], axis=1)
@@ -182,6 +187,22 @@ def flat_table(batch: AttentionBatch) -> tuple[Ints, Ints]:
     owner, column = _expand(blocks)
     table = batch.block_table[batch.rows[owner], column].astype(np.int32, copy=False)
     return table, (np.cumsum(blocks) - blocks).astype(np.int32)
+
+
+def _check(batch: AttentionBatch) -> None:
+    wrong = np.flatnonzero((batch.query_lens < 1) | (batch.query_lens > batch.kv_lens))
+    if len(wrong):
+        i = wrong[0]
+        raise ValueError(
+            f"sequence {i} has {batch.query_lens[i]} queries and {batch.kv_lens[i]} tokens; "
+            "there must be a query, and its K and V among the tokens"
+        )
+    blocks = -(-int(batch.kv_lens.max(initial=0)) // batch.block_size)
+    if blocks > batch.block_table.shape[1]:
+        raise ValueError(
+            f"the longest sequence has {blocks} blocks, a row of the block table has "
+            f"{batch.block_table.shape[1]} entries"
+        )
 
 
 def plan_launch(sequences: npt.NDArray[np.integer[Any]], cut: Cut, window: int) -> WorkList:
