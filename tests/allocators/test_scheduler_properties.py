@@ -29,7 +29,7 @@ from kvpage.sequence import Sequence, SequenceState
 from kvpage.testing import FakeRunner, undisturbed
 from kvpage.testing.conformance import AllocatorUnderTest
 
-BUDGETS = (1, 7, 16, 512)
+BUDGETS = (16, 7, 1, 512)
 """Tokens that a step computes at most."""
 
 LONGEST = 96
@@ -124,15 +124,15 @@ class History(RuleBasedStateMachine):
         self._service: Service
 
     @initialize(
-        num_blocks=st.integers(1, 24),
-        block_size=st.sampled_from((1, 3, 8)),
-        max_num_seqs=st.integers(1, 6),
+        pool_tokens=st.integers(LONGEST // 2, 2 * LONGEST) | st.integers(8, LONGEST),
+        block_size=st.sampled_from((3, 1, 8)),
+        max_num_seqs=st.sampled_from((4, 3, 6, 2, 1)),
         max_batch_tokens=st.sampled_from(BUDGETS),
-        prefix_cache=st.booleans(),
+        prefix_cache=st.sampled_from((True, False)),
     )
     def build(
         self,
-        num_blocks: int,
+        pool_tokens: int,
         block_size: int,
         max_num_seqs: int,
         max_batch_tokens: int,
@@ -141,7 +141,7 @@ class History(RuleBasedStateMachine):
         """A pool that a few requests fill."""
         self._service = Service(
             self._factory,
-            PoolGeometry(num_blocks, block_size, LONGEST),
+            PoolGeometry(pool_tokens // block_size, block_size, LONGEST),
             max_num_seqs=max_num_seqs,
             max_batch_tokens=max_batch_tokens,
             prefix_cache=prefix_cache,
@@ -150,18 +150,26 @@ class History(RuleBasedStateMachine):
     @rule(
         # Prompts of few different beginnings, so that prefixes are found in the cache.
         start=st.sampled_from((0, 1)),
-        prompt_tokens=st.integers(1, 48),
-        max_tokens=st.integers(1, 48),
+        prompt_tokens=st.integers(1, LONGEST // 2),
+        max_tokens=st.sampled_from((LONGEST // 2, 20, 8, 1)),
         stop=st.sampled_from(((), tuple(range(0, 251, 10)))),
         priority=st.sampled_from((0, 0, 0, 1)),
+        times=st.sampled_from((2, 1, 4)),
     )
     def submit(
-        self, start: int, prompt_tokens: int, max_tokens: int, stop: tuple[int, ...], priority: int
+        self,
+        start: int,
+        prompt_tokens: int,
+        max_tokens: int,
+        stop: tuple[int, ...],
+        priority: int,
+        times: int,
     ) -> None:
-        """Queue a request."""
+        """Queue some equal requests."""
         prompt = list(range(start, start + prompt_tokens))
-        seq = self._service.submit(prompt, max_tokens, stop=stop, priority=priority)
-        self._prompts[seq] = prompt
+        for _ in range(times):
+            seq = self._service.submit(prompt, max_tokens, stop=stop, priority=priority)
+            self._prompts[seq] = prompt
 
     @precondition(lambda self: self._service.requests)
     @rule(data=st.data())
@@ -175,7 +183,7 @@ class History(RuleBasedStateMachine):
         self._service.blocks.verify()
 
     @precondition(lambda self: self._service.live)
-    @rule(times=st.integers(1, 24))
+    @rule(times=st.just(40) | st.integers(1, 8))
     def step(self, times: int) -> None:
         """Let some steps pass."""
         for _ in range(times):
@@ -230,7 +238,7 @@ def run_histories(factory: AllocatorUnderTest, *, max_examples: int, steps: int)
 
 def test_outputs_are_undisturbed(factory: AllocatorUnderTest) -> None:
     """A few histories of each strategy, on every run of the suite."""
-    run_histories(factory, max_examples=12, steps=20)
+    run_histories(factory, max_examples=15, steps=20)
 
 
 @pytest.mark.slow

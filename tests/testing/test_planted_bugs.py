@@ -224,6 +224,9 @@ class ForgetsTheDead(FixedAllocator):
 class LosesABody(DynamicAllocator):
     """Takes a whole extent to promote a tail and does not say so."""
 
+    def __init__(self, geometry: PoolGeometry) -> None:
+        super().__init__(geometry, max_extent=4)
+
     def extend(self, seq: SequenceId, num_tokens: int) -> Grant:
         return attrs.evolve(super().extend(seq, num_tokens), moves=())
 
