@@ -358,6 +358,39 @@ def test_pools_it_cannot_read(dtype: torch.dtype, kv_scales: Any) -> None:
         stored.attend(kv_scales=kv_scales)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda step: attrs.evolve(step, q=step.q[:-1]),
+        lambda step: attrs.evolve(step, q=step.q[:, :, :-1]),
+        lambda step: attrs.evolve(step, q=step.q[:, :-1]),
+        lambda step: attrs.evolve(step, v_pool=step.v_pool[:-1]),
+        lambda step: attrs.evolve(step, v_pool=step.v_pool[:, :-1]),
+    ],
+    ids=["tokens", "dims", "heads", "slots", "kv_heads"],
+)
+def test_shapes_that_do_not_fit(change: Callable[[Step], Step]) -> None:
+    """What would make the kernel read past a tensor is refused with all shapes."""
+    step = make_step([(1, 5), (2, 5)])
+    with pytest.raises(ValueError, match="do not belong together"):
+        change(step).attend()
+
+
+def test_output_of_another_shape() -> None:
+    """An output that the result does not fit in is refused."""
+    step = make_step([(1, 5), (2, 5)])
+    with pytest.raises(ValueError, match=r"an output of \(3, 9, 64\)"):
+        step.attend(out=torch.empty(2, 9, 64))
+
+
+def test_an_empty_step() -> None:
+    """No sequences, no output."""
+    step = make_step([(1, 5)])
+    nobody = np.empty(0, np.int32)
+    batch = AttentionBatch(step.batch.block_table, nobody, nobody, nobody, 16)
+    assert attrs.evolve(step, q=step.q[:0], batch=batch).attend().shape == (0, 9, 64)
+
+
 def test_pools_with_holes_in_a_head() -> None:
     """Pools whose heads are not contiguous are refused with both strides."""
     step = make_step([(1, 5)])

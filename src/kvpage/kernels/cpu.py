@@ -37,9 +37,11 @@ def paged_attention(
     Computes in float32. Two Python threads may call it at once. The GIL is free meanwhile.
 
     Raises:
-        ValueError: the pools are quantised, of two types, or not contiguous within a head.
+        ValueError: the pools are quantised, of two types, or not contiguous within a head; or the
+            shapes do not belong together.
     """
     _check_pools(k_pool, v_pool, kv_scales)
+    _check_shapes(q, k_pool, v_pool, batch, out)
     queries = _with_whole_heads(q.float())
     result = out if out is not None and _is_writable(out) else _new_output(q, v_pool)
     shape = Shape(
@@ -73,6 +75,30 @@ def _check_pools(
         raise ValueError(
             "the numbers of a head must be adjacent in the pools; they are "
             f"{k_pool.stride(2)} apart in K and {v_pool.stride(2)} in V"
+        )
+
+
+def _check_shapes(
+    q: torch.Tensor,
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+    batch: AttentionBatch,
+    out: torch.Tensor | None,
+) -> None:
+    """Refuse what would make the kernel read or write where it must not."""
+    num_tokens, query_heads, k_dims = q.shape
+    slots, kv_heads, v_dims = v_pool.shape
+    wanted = (num_tokens, query_heads, v_dims)
+    if (
+        k_pool.shape != (slots, kv_heads, k_dims)
+        or query_heads % kv_heads
+        or num_tokens != batch.planned("num_tokens", lambda: batch.num_tokens)
+        or (out is not None and out.shape != wanted)
+    ):
+        raise ValueError(
+            f"a batch of {batch.num_tokens} queries, q of {tuple(q.shape)}, pools of "
+            f"{tuple(k_pool.shape)} and {tuple(v_pool.shape)} and an output of {wanted} do not "
+            "belong together"
         )
 
 
