@@ -107,10 +107,7 @@ def attention_problem(
     options = {"scale": shape.head_dim**-0.5, **options}
     first_visible = _first_visible(query_lens, kv_lens, options.get("window", 0))
     table = _block_table(shape, kv_lens, placement)
-    rows, queries_of_each, tokens_of_each = (
-        np.asarray(lengths, np.int32) for lengths in (range(len(kv_lens)), query_lens, kv_lens)
-    )
-    batch = AttentionBatch(table, rows, queries_of_each, tokens_of_each, shape.block_size)
+    batch = _batch(shape, table, query_lens, kv_lens)
     pools = _pools(shape, int(table.max(initial=0)) + 2, device)
     queries = []
     for i, seed in enumerate(seeds if seeds is not None else range(len(kv_lens))):
@@ -120,6 +117,42 @@ def attention_problem(
         write_kv(k, v, *pools, slots, kv_scales=options.get("kv_scales"))
         table[i, : first_visible[i] // shape.block_size] = -1
     return AttentionProblem(torch.cat(queries), *pools, batch, options)
+
+
+def random_problem(
+    shape: AttentionShape, query_lens: Sequence[int], kv_lens: Sequence[int], *, device: str
+) -> AttentionProblem:
+    """Make a step over pools full of random numbers: quick to make, for measuring large ones.
+
+    Args:
+        shape: the layer and the pool, of a floating-point type.
+        query_lens: queries of each sequence.
+        kv_lens: tokens of each sequence.
+        device: where the tensors are.
+    """
+    table = _block_table(shape, kv_lens, "scattered")
+    num_slots = (int(table.max(initial=0)) + 1) * shape.block_size
+    k_pool, v_pool = (
+        torch.randn(num_slots, shape.num_kv_heads, dim, dtype=shape.dtype, device=device)
+        for dim in shape.kv_dims
+    )
+    q = torch.randn(
+        sum(query_lens), shape.num_heads, shape.head_dim, dtype=shape.dtype, device=device
+    )
+    batch = _batch(shape, table, query_lens, kv_lens)
+    return AttentionProblem(q, k_pool, v_pool, batch, {"scale": shape.head_dim**-0.5})
+
+
+def _batch(
+    shape: AttentionShape,
+    table: npt.NDArray[np.int32],
+    query_lens: Sequence[int],
+    kv_lens: Sequence[int],
+) -> AttentionBatch:
+    rows, queries_of_each, tokens_of_each = (
+        np.asarray(lengths, np.int32) for lengths in (range(len(kv_lens)), query_lens, kv_lens)
+    )
+    return AttentionBatch(table, rows, queries_of_each, tokens_of_each, shape.block_size)
 
 
 def _first_visible(query_lens: Sequence[int], kv_lens: Sequence[int], window: int) -> list[int]:
