@@ -7,6 +7,7 @@ on columns, never on sequences one by one.
 import numpy as np
 import numpy.typing as npt
 
+from kvpage.logits import History
 from kvpage.sampling import SamplingRows
 from kvpage.sequence import Sequence, SequenceState
 
@@ -54,7 +55,7 @@ class RunningBatch:
         self.prompt_tokens[row] = sequence.prompt_tokens
         self.max_total_tokens[row] = sequence.max_total_tokens
         self._put_stop_ids(row, sequence.stop_token_ids)
-        self.sampling.put(row, sequence.params, sequence.seed)
+        self.sampling.put(row, sequence.params, sequence.seed, sequence.rules)
         self.sequences[row] = sequence
         sequence.row = row
         sequence.state = SequenceState.RUNNING
@@ -81,6 +82,16 @@ class RunningBatch:
         self.num_tokens[rows] += 1
         stopped = (self.stop_ids[rows] == token_ids[:, None]).any(axis=1)
         return stopped, self.num_tokens[rows] >= self.max_total_tokens[rows]
+
+    def history(self, rows: npt.NDArray[np.int64], sampling: SamplingRows) -> History | None:
+        """The tokens so far of those of `rows` whose sampling looks at them; None if none does."""
+        wanted = np.flatnonzero(sampling.needs_history)
+        if not len(wanted):
+            return None
+        chosen = rows[wanted]
+        num_tokens = self.num_tokens[chosen]
+        tokens = self.tokens[chosen, : num_tokens.max()]
+        return History(wanted, tokens, self.prompt_tokens[chosen], num_tokens)
 
     def _put_stop_ids(self, row: int, stop_ids: tuple[int, ...]) -> None:
         missing = len(stop_ids) - self.stop_ids.shape[1]

@@ -83,6 +83,9 @@ class KVMemory:
             )
         return cls(int(number * scale), "bytes")
 
+    def __str__(self) -> str:
+        return f"{self.amount} {self.unit}"
+
     def num_blocks(self, *, bytes_per_token: int, block_size: int) -> int:
         """Whole blocks of `block_size` tokens that this memory holds."""
         if self.unit == "blocks":
@@ -152,7 +155,7 @@ class EngineConfig:
         num_blocks = memory.num_blocks(bytes_per_token=bytes_per_token, block_size=block_size)
         if num_blocks < 1:
             raise ConfigError(
-                f"kv_memory of {memory.amount} {memory.unit} holds no block of {block_size} tokens "
+                f"kv_memory of {memory} holds no block of {block_size} tokens "
                 f"at {bytes_per_token} bytes a token"
             )
         max_len = self._max_model_len(model_max_len, num_blocks * block_size)
@@ -164,6 +167,30 @@ class EngineConfig:
             max_model_len=max_len,
         )
         return effective, PoolGeometry(num_blocks, block_size, max_len)
+
+    def over(self, geometry: PoolGeometry) -> "EngineConfig":
+        """The effective settings over a pool that exists already.
+
+        Raises:
+            ConfigError: a size was asked for that the pool does not have.
+        """
+        spec = AllocatorSpec.parse(self.allocator)
+        asked = {
+            "block_size": (self.block_size, geometry.block_size),
+            "block_size in the allocator string": (spec.block_size, geometry.block_size),
+            "max_model_len": (self.max_model_len, geometry.max_model_len),
+            "kv_memory": (self.kv_memory, KVMemory(geometry.num_blocks, "blocks")),
+        }
+        for name, (wanted, given) in asked.items():
+            if wanted not in (None, given):
+                raise ConfigError(f"{name} is {wanted}, but the pool was made with {given}")
+        return attrs.evolve(
+            self,
+            allocator=spec,
+            block_size=geometry.block_size,
+            kv_memory=KVMemory(geometry.num_blocks, "blocks"),
+            max_model_len=geometry.max_model_len,
+        )
 
     def _block_size(self, spec: AllocatorSpec) -> int:
         asked = {size for size in (self.block_size, spec.block_size) if size is not None}

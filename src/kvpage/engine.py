@@ -5,22 +5,20 @@ import os
 import secrets
 import time
 import weakref
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import anyio
 import anyio.to_thread
 import attrs
-import numpy as np
-import numpy.typing as npt
 
 from kvpage.admission import AdmissionGate, post_to_current_loop
 from kvpage.batch import RunningBatch
 from kvpage.block_manager import BlockManager
 from kvpage.blocks import PoolGeometry, SequenceId
 from kvpage.config import EngineConfig, default_cpu_kv_bytes
-from kvpage.detokenizer import Decode
 from kvpage.engine_thread import (
     Cancel,
     Close,
@@ -30,93 +28,19 @@ from kvpage.engine_thread import (
     Submit,
     WhenIdle,
 )
-from kvpage.errors import EngineClosed, RequestError, RequestTooLong
+from kvpage.errors import EngineClosed
 from kvpage.imports import import_model_libraries
 from kvpage.plan import Runner
 from kvpage.plugins import build_allocator, check_allocator_spec
 from kvpage.prefix import ChainedKeys
+from kvpage.request import EngineModel, PreparedRequest, Prompt, prepare
 from kvpage.sampling import SamplingParams
 from kvpage.scheduler import Scheduler
-from kvpage.sequence import Sequence as EngineSequence
 from kvpage.stats import BlockMap, EngineStatistics
 from kvpage.stream import Completion, Mailbox, OpenRequest, TokenStream
 
 if TYPE_CHECKING:
     import torch
-
-Message = Mapping[str, Any]
-"""A chat message, `{"role": "user", "content": "..."}`, as the model's template wants it."""
-
-Prompt = str | Sequence[int] | Sequence[Message]
-"""Text, token ids, or chat messages."""
-
-
-@attrs.frozen(eq=False)
-class EngineModel:
-    """What an engine needs to know of the model behind a runner.
-
-    Attributes:
-        name: for people.
-        vocab_size: token ids are below this.
-        eos_token_ids: end a text unless `ignore_eos`.
-        tokenizer: transformers' tokenizer; None means prompts are token ids only.
-    """
-
-    name: str
-    vocab_size: int
-    eos_token_ids: tuple[int, ...] = ()
-    tokenizer: Any = None
-
-    def encode(self, prompt: Prompt) -> npt.NDArray[np.int32]:
-        """Token ids of a prompt. May take long; call it from a thread.
-
-        Raises:
-            RequestError: the prompt is empty, or cannot be encoded.
-        """
-        ids = self._ids(prompt)
-        array = np.asarray(ids, np.int64)
-        if array.ndim != 1 or len(array) == 0:
-            raise RequestError("the prompt is empty: it has no tokens")
-        if array.min() < 0 or array.max() >= self.vocab_size:
-            raise RequestError(
-                f"token ids must be between 0 and {self.vocab_size - 1}, "
-                f"got {array[(array < 0) | (array >= self.vocab_size)][0]}"
-            )
-        return array.astype(np.int32)
-
-    @property
-    def decode(self) -> Decode | None:
-        """Token ids to text, special tokens skipped."""
-        tokenizer = self.tokenizer
-        if tokenizer is None:
-            return None
-        return lambda ids: str(
-            tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        )
-
-    def _ids(self, prompt: Prompt) -> Any:
-        is_text = isinstance(prompt, str)
-        is_chat = not is_text and len(prompt) > 0 and isinstance(prompt[0], Mapping)
-        if not is_text and not is_chat:
-            return _checked_ids(prompt)
-        if self.tokenizer is None:
-            raise RequestError("this engine has no tokenizer: give the prompt as token ids")
-        if is_text:
-            return self.tokenizer(prompt)["input_ids"]
-        if not getattr(self.tokenizer, "chat_template", None):
-            raise RequestError(f"the tokenizer of {self.name} has no chat template; give text")
-        return self.tokenizer.apply_chat_template(
-            prompt, add_generation_prompt=True, return_dict=True
-        )["input_ids"]
-
-
-def _checked_ids(prompt: Sequence[Any]) -> Sequence[Any]:
-    for token in prompt:
-        if not isinstance(token, (int, np.integer)) or isinstance(token, bool):
-            raise RequestError(
-                f"a prompt is text, token ids or chat messages, got an item {token!r}"
-            )
-    return prompt
 
 
 class AsyncEngine:
@@ -207,12 +131,12 @@ class AsyncEngine:
             geometry: the pool that `runner` has room for.
             model: what the engine should know of it.
             settings: see `EngineConfig`; the sizes of the pool follow from `geometry`.
+
+        Raises:
+            ConfigError: a setting contradicts `geometry`.
+            PluginError: the allocator is unknown or breaks the rules.
         """
-        config = attrs.evolve(
-            EngineConfig(**settings),
-            block_size=geometry.block_size,
-            max_model_len=geometry.max_model_len,
-        )
+        config = EngineConfig(**settings).over(geometry)
         engine = cls.__new__(cls)
         engine._start(runner, geometry, model, config)
         return engine
@@ -233,7 +157,8 @@ class AsyncEngine:
 
         Args:
             prompt: text, token ids, or chat messages for the model's chat template.
-            params: how to choose tokens and when to end.
+            params: how to choose tokens and when to end; None takes what the model's own generation
+                configuration says.
             request_id: unique among open requests; None makes one up.
             priority: lower runs first.
             salt: requests of different salts never share cached prefixes.
@@ -243,17 +168,25 @@ class AsyncEngine:
             (this request only), `EngineBusy`, `EngineClosed` or `EngineBroken`.
         """
         number = SequenceId(next(self._numbers))
-        chosen = params or SamplingParams()
+        chosen = params or self.model.default_params
+        keys = ChainedKeys(self.geometry.block_size, secret=self._secret, salt=salt)
+        prepare_request = partial(
+            prepare,
+            prompt,
+            chosen,
+            number=number,
+            model=self.model,
+            geometry=self.geometry,
+            prefix_keys=keys if self.config.prefix_cache else None,
+            priority=priority,
+        )
         name = request_id if request_id is not None else f"kvpage-{number}"
 
         async def submit() -> OpenRequest:
             self._thread.check_alive()
             # A prompt may take seconds; who leaves meanwhile does not wait for its encoding.
-            tokens = await anyio.to_thread.run_sync(
-                self.model.encode, prompt, abandon_on_cancel=True
-            )
-            sequence = self._sequence(number, tokens, chosen, priority, salt)
-            return await self._submit(name, sequence)
+            prepared = await anyio.to_thread.run_sync(prepare_request, abandon_on_cancel=True)
+            return await self._submit(name, prepared)
 
         return TokenStream(submit, self.model.decode)
 
@@ -357,7 +290,9 @@ class AsyncEngine:
         kernels = config.attention
         backend = default_backend(model.device.type) if kernels == "auto" else kernels
         effective = attrs.evolve(effective, attention=backend)
-        about = EngineModel(name, model.vocab_size, model.eos_token_ids, tokenizer)
+        about = EngineModel(
+            name, model.vocab_size, model.eos_token_ids, tokenizer, model.default_params
+        )
         self._start(ModelRunner(model, geometry, backend), geometry, about, effective)
 
     def _start(
@@ -386,54 +321,18 @@ class AsyncEngine:
 
     # -- submission ----------------------------------------------------------------------------
 
-    def _sequence(
-        self,
-        number: SequenceId,
-        tokens: npt.NDArray[np.int32],
-        params: SamplingParams,
-        priority: int,
-        salt: str,
-    ) -> EngineSequence:
-        stops = params.stop_token_ids
-        return EngineSequence(
-            id=number,
-            tokens=tokens,
-            prompt_tokens=len(tokens),
-            max_total_tokens=self._max_total_tokens(len(tokens), params.max_tokens),
-            params=params,
-            seed=secrets.randbits(64) if params.seed is None else params.seed,
-            stop_token_ids=stops if params.ignore_eos else (*self.model.eos_token_ids, *stops),
-            prefix_keys=ChainedKeys(self.geometry.block_size, secret=self._secret, salt=salt)
-            if self.config.prefix_cache
-            else None,
-            priority=priority,
-        )
-
-    def _max_total_tokens(self, prompt_tokens: int, max_tokens: int | None) -> int:
-        limit = self.geometry.max_model_len
-        if prompt_tokens >= limit:
-            raise RequestTooLong(
-                f"the prompt has {prompt_tokens} tokens, and max_model_len is {limit}: "
-                f"it leaves no room for an answer"
-            )
-        if max_tokens is None:
-            return limit
-        if prompt_tokens + max_tokens > limit:
-            raise RequestTooLong(
-                f"the prompt has {prompt_tokens} tokens and max_tokens is {max_tokens}: together "
-                f"{prompt_tokens + max_tokens}, and max_model_len is {limit}"
-            )
-        return prompt_tokens + max_tokens
-
-    async def _submit(self, request_id: str, sequence: EngineSequence) -> OpenRequest:
+    async def _submit(self, request_id: str, prepared: PreparedRequest) -> OpenRequest:
         if self.config.when_busy == "raise":
             self._gate.try_enter(request_id)
         else:
             await self._gate.enter(request_id)
         # Nothing is awaited from here on, so the place that was taken cannot be lost.
-        thread, number = self._thread, sequence.id
+        thread, number = self._thread, prepared.sequence.id
         mailbox = Mailbox(post_to_current_loop())
-        thread.post(Submit(Request(request_id, sequence, mailbox, time.perf_counter())))
+        request = Request(
+            request_id, prepared.sequence, mailbox, time.perf_counter(), prepared.stops
+        )
+        thread.post(Submit(request))
         thread.check_alive()
         return OpenRequest(mailbox, lambda: thread.post(Cancel(number)))
 

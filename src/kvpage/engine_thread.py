@@ -22,7 +22,8 @@ from kvpage.plan import Runner, StepPlan
 from kvpage.scheduler import Schedule, Scheduler, StepOutcome
 from kvpage.sequence import FinishReason, Sequence
 from kvpage.stats import BlockMap, EngineStatistics, SequenceBlocks
-from kvpage.stream import FinalToken, Mailbox, MailItem, Timings, Usage
+from kvpage.stop_strings import StopStrings
+from kvpage.stream import End, Mailbox, MailItem, SampledToken, Timings, Usage
 
 logger = logging.getLogger("kvpage")
 
@@ -38,6 +39,7 @@ class Request:
     sequence: Sequence
     mailbox: Mailbox
     submitted_at: float
+    stops: StopStrings | None = None
     scheduled_at: float | None = None
     first_token_at: float | None = None
 
@@ -219,18 +221,33 @@ class EngineThread:
         """Put each new token into its reader's mailbox."""
         now = time.perf_counter()
         self._output_tokens += len(outcome.token_ids)
-        for sequence, token_id, reason in zip(
-            outcome.sequences, outcome.token_ids, outcome.finish_reasons, strict=True
+        logprobs = outcome.logprobs or [None] * len(outcome.token_ids)
+        for sequence, token_id, reason, logprob in zip(
+            outcome.sequences, outcome.token_ids, outcome.finish_reasons, logprobs, strict=True
         ):
             request: Request = sequence.request
             if request.first_token_at is None:
                 request.first_token_at = now
-            if reason is None:
+            if reason is None and logprob is None and request.stops is None:
                 self._put(request.mailbox, token_id)
             else:
-                self._finished += 1
-                self._put(request.mailbox, _final_token(request, token_id, reason, now))
-                self._forget(request)
+                self._deliver_more(request, SampledToken(token_id, logprobs=logprob), reason, now)
+
+    def _deliver_more(
+        self, request: Request, token: SampledToken, reason: FinishReason | None, now: float
+    ) -> None:
+        """A token with log-probabilities, or of a request with stop strings, or the last one."""
+        text = None
+        if request.stops is not None:
+            text, stopped = request.stops.push(token.id, last=reason is not None)
+            if stopped:
+                self._scheduler.cancel(request.sequence)  # unless it has ended by itself
+                reason = "stop"
+        end = _end(request, reason, now) if reason is not None else None
+        self._put(request.mailbox, attrs.evolve(token, text=text, end=end))
+        if end is not None:
+            self._finished += 1
+            self._forget(request)
 
     def _put(self, mailbox: Mailbox, item: MailItem) -> None:
         waiting = self._to_wake.setdefault(mailbox.post, [])
@@ -378,12 +395,11 @@ class _Wake:
             mailbox.wake()
 
 
-def _final_token(request: Request, token_id: int, reason: FinishReason, now: float) -> FinalToken:
+def _end(request: Request, reason: FinishReason, now: float) -> End:
     sequence = request.sequence
     scheduled = request.scheduled_at or now
     first = request.first_token_at or now
-    return FinalToken(
-        token_id,
+    return End(
         reason,
         Usage(
             prompt_tokens=sequence.prompt_tokens,

@@ -21,6 +21,7 @@ import torch
 from kvpage.errors import UnsupportedModelError
 from kvpage.kernels import AttentionBackend
 from kvpage.kernels.work import AttentionBatch
+from kvpage.sampling import SamplingParams
 
 ATTENTION_NAME = "kvpage"
 
@@ -189,6 +190,7 @@ class PagedModel:
         max_len: longest sequence that the model's positions allow, in tokens.
         vocab_size: number of token ids that have an embedding.
         eos_token_ids: tokens that end a text.
+        default_params: how the generation configuration would choose tokens.
         dtype: of weights, and of K and V.
         device: where it computes.
     """
@@ -206,6 +208,7 @@ class PagedModel:
         self.max_len = int(getattr(text, "max_position_embeddings", None) or 2**20)
         self.vocab_size = int(text.vocab_size)
         self.eos_token_ids = _eos_token_ids(module)
+        self.default_params = _default_params(module)
         self.dtype: torch.dtype = module.dtype
         self.device: torch.device = module.device
         self.layers = self._probe()
@@ -320,3 +323,13 @@ def _eos_token_ids(module: Any) -> tuple[int, ...]:
     if ids is None:
         return ()
     return tuple(ids) if isinstance(ids, (list, tuple)) else (int(ids),)
+
+
+def _default_params(module: Any) -> SamplingParams:
+    """What transformers' `generate` would do: greedy, unless the configuration says to sample."""
+    generation = getattr(module, "generation_config", None)
+    if not getattr(generation, "do_sample", None):
+        return SamplingParams(temperature=0)
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    values = {name: getattr(generation, name, None) for name in names}
+    return SamplingParams(**{name: value for name, value in values.items() if value is not None})

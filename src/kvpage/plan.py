@@ -1,12 +1,14 @@
 """The messages between scheduler and runner: what a step computes, and what came of it."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvpage.sampling import SamplingRows
+from kvpage.logits import History
+from kvpage.sampling import Logprobs, SamplingRows
 
 
 @attrs.frozen(eq=False)
@@ -29,6 +31,7 @@ class StepPlan:
         sample_rows: `int64[n]`, the rows that these belong to.
         sample_indices: `int64[n]`, output tokens that each of them has so far.
         sampling: the parameters of `sample_rows`.
+        history: the tokens so far of those rows whose sampling looks at them.
     """
 
     rows: npt.NDArray[np.int32]
@@ -43,6 +46,7 @@ class StepPlan:
     sample_rows: npt.NDArray[np.int64]
     sample_indices: npt.NDArray[np.int64]
     sampling: SamplingRows
+    history: History | None = None
 
 
 @attrs.frozen(eq=False)
@@ -51,9 +55,11 @@ class StepResult:
 
     Attributes:
         token_ids: `int64[n]`, one sampled token for each of the plan's `sample_rows`.
+        logprobs: for each of them, where its request asked; empty where none did.
     """
 
     token_ids: npt.NDArray[np.int64]
+    logprobs: Sequence[Logprobs | None] = ()
 
 
 class Runner(Protocol):

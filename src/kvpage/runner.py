@@ -7,7 +7,7 @@ from kvpage.kernels import BackendName, attention_backend
 from kvpage.kernels.work import AttentionBatch
 from kvpage.model import KVPools, PagedModel
 from kvpage.plan import StepPlan, StepResult
-from kvpage.sampling import sample
+from kvpage.sampling import sample, token_logprobs
 
 
 class ModelRunner:
@@ -44,8 +44,9 @@ class ModelRunner:
             self._pools.step(batch, torch.from_numpy(plan.slots).to(device)),
             torch.from_numpy(plan.sample_tokens).to(device),
         )
-        tokens = sample(logits, plan.sampling, plan.sample_indices)
-        return StepResult(tokens.cpu().numpy())
+        tokens = sample(logits, plan.sampling, plan.sample_indices, plan.history)
+        logprobs = token_logprobs(logits, plan.sampling, tokens)
+        return StepResult(tokens.cpu().numpy(), logprobs)
 
     def close(self) -> None:
         """Drop pools and model; on a GPU their memory goes back to the device."""

@@ -7,6 +7,7 @@ to zero, known stays (Yu et al., Orca, OSDI 2022; Agrawal et al., Sarathi-Serve,
 """
 
 from bisect import insort
+from collections.abc import Collection
 
 import attrs
 import numpy as np
@@ -18,6 +19,7 @@ from kvpage.blocks import BlockId, PoolStatistics
 from kvpage.errors import AllocatorFault, OutgrewPool, OutOfBlocks, RequestFailed
 from kvpage.plan import StepPlan, StepResult
 from kvpage.prefix import BlockKey
+from kvpage.sampling import Logprobs
 from kvpage.sequence import FinishReason, Sequence, SequenceState
 
 WATERMARK = 0.01
@@ -47,11 +49,13 @@ class StepOutcome:
         sequences: the sampled sequences.
         token_ids: one new token for each.
         finish_reasons: `"stop"`, `"length"` or None for each.
+        logprobs: for each, where its request asked; empty where none did.
     """
 
     sequences: list[Sequence]
     token_ids: list[int]
     finish_reasons: list[FinishReason | None]
+    logprobs: Collection[Logprobs | None] = ()
 
 
 class Scheduler:
@@ -141,7 +145,7 @@ class Scheduler:
         for i in np.flatnonzero(stopped | full).tolist():
             reasons[i] = "stop" if stopped[i] else "length"
             self._leave_batch(sequences[i], SequenceState.FINISHED)
-        return StepOutcome(sequences, result.token_ids.tolist(), reasons)
+        return StepOutcome(sequences, result.token_ids.tolist(), reasons, result.logprobs)
 
     def abandon(self, plan: StepPlan) -> list[Sequence]:
         """End every sequence of a step that failed; returns them."""
@@ -305,6 +309,7 @@ class Scheduler:
         blocks = self._blocks.tables[of_token, positions // block_size].astype(np.int64)
         samples = kv_lens == batch.num_tokens[rows]
         sample_rows = rows[samples]
+        sampling = batch.sampling.take(sample_rows)
         return StepPlan(
             rows=rows.astype(np.int32),
             query_lens=query_lens.astype(np.int32),
@@ -317,7 +322,8 @@ class Scheduler:
             sample_tokens=(np.cumsum(query_lens) - 1)[samples],
             sample_rows=sample_rows,
             sample_indices=batch.num_tokens[sample_rows] - batch.prompt_tokens[sample_rows],
-            sampling=batch.sampling.take(sample_rows),
+            sampling=sampling,
+            history=batch.history(sample_rows, sampling),
         )
 
     def _spend_budget(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpage.blocks import SequenceId
+from kvpage.logits import TokenRules
 from kvpage.prefix import PrefixKeys
 from kvpage.sampling import SamplingParams
 
@@ -36,6 +37,7 @@ class Sequence:
         max_total_tokens: prompt and output together end here at the latest.
         params: how tokens are chosen.
         seed: the effective seed.
+        rules: what its parameters allow, forbid and favour; None where they have no such rules.
         stop_token_ids: the tokens that end it (the model's own and the request's).
         prefix_keys: names its blocks for prefix reuse; None shares nothing.
         request: whatever its owner wants back with its tokens; the scheduler never looks at it.
@@ -52,6 +54,7 @@ class Sequence:
     max_total_tokens: int
     params: SamplingParams = attrs.field(factory=SamplingParams)
     seed: int = 0
+    rules: TokenRules | None = None
     stop_token_ids: tuple[int, ...] = ()
     prefix_keys: PrefixKeys | None = None
     request: Any = None

@@ -11,6 +11,7 @@ import attrs
 
 from kvpage.admission import Post
 from kvpage.detokenizer import Decode, Detokenizer
+from kvpage.sampling import Logprobs
 from kvpage.sequence import FinishReason
 
 
@@ -54,6 +55,8 @@ class Token:
         text: what can be shown now; the joined texts of a stream equal the full decoding.
         id: the token id.
         index: 0 for the first generated token.
+        logprob: its log-probability, if the request asked.
+        top_logprobs: `(token id, log-probability)` of the likeliest tokens, if the request asked.
         finish_reason: on the last token `"stop"` or `"length"`, else None.
         usage: on the last token.
         timings: on the last token.
@@ -62,6 +65,8 @@ class Token:
     text: str
     id: int
     index: int
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] = ()
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
     timings: Timings | None = None
@@ -87,17 +92,33 @@ class Completion:
 
 
 @attrs.frozen
-class FinalToken:
-    """The last token of a request, as the engine thread sends it."""
+class End:
+    """How a request ended."""
 
-    id: int
     finish_reason: FinishReason
     usage: Usage
     timings: Timings
 
 
-MailItem = int | FinalToken | BaseException
-"""A token id, the last token, or what the request failed by."""
+@attrs.frozen
+class SampledToken:
+    """A token of which there is more to say than its id, as the engine thread sends it.
+
+    Attributes:
+        id: the token.
+        text: its text, where the engine had to decode it to look for stop strings.
+        logprobs: where the request asked.
+        end: on the last token.
+    """
+
+    id: int
+    text: str | None = None
+    logprobs: Logprobs | None = None
+    end: End | None = None
+
+
+MailItem = int | SampledToken | BaseException
+"""A token id, a token with more to say, or what the request failed by."""
 
 
 class Mailbox:
@@ -262,12 +283,25 @@ class TokenStream(AsyncIterator[Token]):
         if isinstance(item, BaseException):
             self._over = True
             raise item
-        final = None if isinstance(item, int) else item
-        token_id = item if isinstance(item, int) else item.id
+        sampled = SampledToken(item) if isinstance(item, int) else item
         index, self._index = self._index, self._index + 1
-        text = self._detokenizer.push(token_id) if self._detokenizer else ""
-        if final is None:
-            return Token(text, token_id, index)
-        self._over = True
-        text += self._detokenizer.finish() if self._detokenizer else ""
-        return Token(text, token_id, index, final.finish_reason, final.usage, final.timings)
+        logprobs, end = sampled.logprobs, sampled.end
+        self._over = end is not None
+        return Token(
+            text=self._text(sampled),
+            id=sampled.id,
+            index=index,
+            logprob=logprobs.own if logprobs else None,
+            top_logprobs=logprobs.top if logprobs else (),
+            finish_reason=end.finish_reason if end else None,
+            usage=end.usage if end else None,
+            timings=end.timings if end else None,
+        )
+
+    def _text(self, sampled: SampledToken) -> str:
+        if sampled.text is not None:
+            return sampled.text
+        if self._detokenizer is None:
+            return ""
+        text = self._detokenizer.push(sampled.id)
+        return text + self._detokenizer.finish() if sampled.end else text

@@ -17,8 +17,9 @@ from rich.text import Text
 
 from kvpage.cli.figure import block_table_figure
 from kvpage.config import EngineConfig
-from kvpage.engine import AsyncEngine, Prompt
+from kvpage.engine import AsyncEngine
 from kvpage.errors import KvpageError
+from kvpage.request import Prompt
 from kvpage.sampling import SamplingParams
 from kvpage.stats import BlockMap, EngineStatistics
 from kvpage.stream import Token

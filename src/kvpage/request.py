@@ -1,0 +1,223 @@
+"""From what a caller asks to a sequence: whatever can be refused is refused here."""
+
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from kvpage.blocks import PoolGeometry, SequenceId
+from kvpage.detokenizer import Decode
+from kvpage.errors import RequestError, RequestTooLong
+from kvpage.logits import TokenRules
+from kvpage.prefix import PrefixKeys
+from kvpage.sampling import SamplingParams
+from kvpage.sequence import Sequence as EngineSequence
+from kvpage.stop_strings import StopStrings
+
+Message = Mapping[str, Any]
+"""A chat message, `{"role": "user", "content": "..."}`, as the model's template wants it."""
+
+Prompt = str | Sequence[int] | Sequence[Message]
+"""Text, token ids, or chat messages."""
+
+
+@attrs.frozen(eq=False)
+class EngineModel:
+    """What an engine needs to know of the model behind a runner.
+
+    Attributes:
+        name: for people.
+        vocab_size: token ids are below this.
+        eos_token_ids: end a text unless `ignore_eos`.
+        tokenizer: transformers' tokenizer; None means prompts are token ids only.
+        default_params: for requests that bring none.
+    """
+
+    name: str
+    vocab_size: int
+    eos_token_ids: tuple[int, ...] = ()
+    tokenizer: Any = None
+    default_params: SamplingParams = attrs.field(factory=SamplingParams)
+
+    def encode(self, prompt: Prompt) -> npt.NDArray[np.int32]:
+        """Token ids of a prompt. May take long; call it from a thread.
+
+        Raises:
+            RequestError: the prompt is empty, or cannot be encoded.
+        """
+        ids = self._ids(prompt)
+        if len(ids) == 0:
+            raise RequestError("the prompt is empty: it has no tokens")
+        try:
+            array = np.asarray(ids, np.int64)
+        except OverflowError:
+            raise RequestError(
+                f"token ids must be between 0 and {self.vocab_size - 1}, got {max(ids, key=abs)}"
+            ) from None
+        strangers = array[(array < 0) | (array >= self.vocab_size)]
+        if len(strangers):
+            raise RequestError(
+                f"token ids must be between 0 and {self.vocab_size - 1}, got {strangers[0]}"
+            )
+        return array.astype(np.int32)
+
+    @property
+    def decode(self) -> Decode | None:
+        """Token ids to text, special tokens skipped."""
+        tokenizer = self.tokenizer
+        if tokenizer is None:
+            return None
+        return lambda ids: str(
+            tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        )
+
+    def encode_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Token ids of texts, each as the first word of a text and as a later one.
+
+        Raises:
+            RequestError: there is no tokenizer, or a word has no tokens.
+        """
+        if words and self.tokenizer is None:
+            raise RequestError("this engine has no tokenizer: bad_words needs one")
+        spelled = [text for word in words for text in (word, f" {word.lstrip()}")]
+        encoded = [self.tokenizer(t, add_special_tokens=False)["input_ids"] for t in spelled]
+        return tuple({tuple(ids) for ids in encoded if len(ids)})
+
+    def _ids(self, prompt: Prompt) -> Any:
+        if not isinstance(prompt, Sequence | np.ndarray) or isinstance(prompt, bytes):
+            raise RequestError(
+                f"a prompt is text, token ids or chat messages, got a {type(prompt).__name__}"
+            )
+        is_text = isinstance(prompt, str)
+        is_chat = not is_text and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+        if not is_text and not is_chat:
+            return _checked_ids(prompt)
+        if self.tokenizer is None:
+            raise RequestError("this engine has no tokenizer: give the prompt as token ids")
+        if is_chat and not getattr(self.tokenizer, "chat_template", None):
+            raise RequestError(f"the tokenizer of {self.name} has no chat template; give text")
+        try:
+            return self._tokenized(prompt)
+        except Exception as error:  # a tokenizer or a template raises whatever it likes
+            raise RequestError(
+                f"the prompt cannot be encoded: {type(error).__name__}: {error}"
+            ) from error
+
+    def _tokenized(self, prompt: Prompt) -> Any:
+        if isinstance(prompt, str):
+            return self.tokenizer(prompt)["input_ids"]
+        return self.tokenizer.apply_chat_template(
+            prompt, add_generation_prompt=True, return_dict=True
+        )["input_ids"]
+
+
+def _checked_ids(prompt: Sequence[Any]) -> Sequence[Any]:
+    for token in prompt:
+        if not isinstance(token, (int, np.integer)) or isinstance(token, bool):
+            raise RequestError(
+                f"a prompt is text, token ids or chat messages, got an item {token!r}"
+            )
+    return prompt
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class PreparedRequest:
+    """A request that has passed all checks.
+
+    Attributes:
+        sequence: for the scheduler.
+        stops: looks for stop strings; None where the request has none.
+    """
+
+    sequence: EngineSequence
+    stops: StopStrings | None
+
+
+def prepare(
+    prompt: Prompt,
+    params: SamplingParams,
+    *,
+    number: SequenceId,
+    model: EngineModel,
+    geometry: PoolGeometry,
+    prefix_keys: PrefixKeys | None,
+    priority: int,
+) -> PreparedRequest:
+    """Encode and check a request. May take long; call it from a thread.
+
+    Raises:
+        RequestError: it cannot be served; the sentence says why.
+    """
+    tokens = model.encode(prompt)
+    _check_vocabulary(params, model.vocab_size)
+    stop_token_ids = params.stop_token_ids
+    if not params.ignore_eos:
+        stop_token_ids = (*model.eos_token_ids, *stop_token_ids)
+    sequence = EngineSequence(
+        id=number,
+        tokens=tokens,
+        prompt_tokens=len(tokens),
+        max_total_tokens=_max_total_tokens(len(tokens), params.max_tokens, geometry.max_model_len),
+        params=params,
+        seed=secrets.randbits(64) if params.seed is None else params.seed,
+        rules=_rules(params, stop_token_ids, model),
+        stop_token_ids=stop_token_ids,
+        prefix_keys=prefix_keys,
+        priority=priority,
+    )
+    return PreparedRequest(sequence=sequence, stops=_stops(params, model))
+
+
+def _max_total_tokens(prompt_tokens: int, max_tokens: int | None, limit: int) -> int:
+    if prompt_tokens >= limit:
+        raise RequestTooLong(
+            f"the prompt has {prompt_tokens} tokens, and max_model_len is {limit}: "
+            f"it leaves no room for an answer"
+        )
+    if max_tokens is None:
+        return limit
+    if prompt_tokens + max_tokens > limit:
+        raise RequestTooLong(
+            f"the prompt has {prompt_tokens} tokens and max_tokens is {max_tokens}: together "
+            f"{prompt_tokens + max_tokens}, and max_model_len is {limit}"
+        )
+    return prompt_tokens + max_tokens
+
+
+def _check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
+    for name, ids in (
+        ("stop_token_ids", params.stop_token_ids),
+        ("logit_bias", params.logit_bias),
+        ("allowed_token_ids", params.allowed_token_ids or ()),
+    ):
+        outside = [token for token in ids if token >= vocab_size]
+        if outside:
+            raise RequestError(
+                f"{name} has token id {outside[0]}; the vocabulary has {vocab_size} tokens"
+            )
+
+
+def _rules(params: SamplingParams, end_ids: Sequence[int], model: EngineModel) -> TokenRules | None:
+    rules = TokenRules(
+        bias_ids=np.fromiter(params.logit_bias.keys(), np.int64),
+        bias_values=np.fromiter(params.logit_bias.values(), np.float32),
+        allowed_ids=None
+        if params.allowed_token_ids is None
+        else np.unique(np.array(params.allowed_token_ids, np.int64)),
+        bad_words=model.encode_words(params.bad_words),
+        min_tokens=params.min_tokens,
+        end_ids=np.array(end_ids, np.int64),
+        processors=params.logits_processors,
+    )
+    return rules if rules.change_anything else None
+
+
+def _stops(params: SamplingParams, model: EngineModel) -> StopStrings | None:
+    if not params.stop:
+        return None
+    if model.decode is None:
+        raise RequestError("this engine has no tokenizer: stop needs one; use stop_token_ids")
+    return StopStrings(model.decode, params.stop, min_tokens=params.min_tokens)

@@ -1,0 +1,57 @@
+"""Ends a text where a stop string begins, without showing any of it."""
+
+from collections.abc import Sequence
+
+from kvpage.detokenizer import Decode, Detokenizer
+
+
+class StopStrings:
+    """Decodes one sequence's output and looks for its stop strings, across tokens.
+
+    Args:
+        decode: the tokenizer's own decoding.
+        stops: texts that end the output; none is empty.
+        min_tokens: tokens that come before any end.
+    """
+
+    def __init__(self, decode: Decode, stops: Sequence[str], *, min_tokens: int = 0) -> None:
+        self._detokenizer = Detokenizer(decode)
+        self._stops = tuple(stops)
+        self._min_tokens = min_tokens
+        self._num_tokens = 0
+        self._held = ""
+
+    def push(self, token_id: int, *, last: bool = False) -> tuple[str, bool]:
+        """Add a token.
+
+        Args:
+            token_id: the token.
+            last: no token will follow, so nothing need be held back.
+
+        Returns:
+            The text that can be shown now, and whether a stop string ends it here.
+        """
+        self._num_tokens += 1
+        self._held += self._detokenizer.push(token_id)
+        if last:
+            self._held += self._detokenizer.finish()
+        if self._num_tokens <= self._min_tokens:
+            return self._release(len(self._held)), False
+        found = [self._held.find(stop) for stop in self._stops]
+        begins = min((place for place in found if place >= 0), default=None)
+        if begins is not None:
+            return self._release(begins), True
+        held_back = 0 if last else self._possible_beginning()
+        return self._release(len(self._held) - held_back), False
+
+    def _release(self, length: int) -> str:
+        text, self._held = self._held[:length], self._held[length:]
+        return text
+
+    def _possible_beginning(self) -> int:
+        """Length of the longest tail of the held text with which a stop string begins."""
+        longest = max(len(stop) for stop in self._stops) - 1
+        for length in range(min(longest, len(self._held)), 0, -1):
+            if any(stop.startswith(self._held[-length:]) for stop in self._stops):
+                return length
+        return 0
