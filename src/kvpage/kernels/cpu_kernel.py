@@ -181,7 +181,7 @@ def _attend_row(job: Any, item: Any, scratch: int, pool: Any) -> None:
         partial = job.partials + item.first * job.partial_bytes
     _locate(job, item.row, start, count, item.begin, item.end, k_rows, v_rows)
     _copy_query(job, item.token, q)
-    _score_row(job, count, k_rows, v_rows, q, scores, pool)
+    _score_row(job, count, k_rows, q, scores, pool)
     _weigh_row(job, item, start, count, scores, partial)
     _sum_row(job, item, start, count, v_rows, scores, partial, pool)
     if item.first < 0:
@@ -207,9 +207,7 @@ def _copy_query(job: Any, token: int, to: int) -> None:
 
 
 @_compiled
-def _score_row(
-    job: Any, count: int, k_rows: int, v_rows: int, q: int, scores: int, pool: Any
-) -> None:
+def _score_row(job: Any, count: int, k_rows: int, q: int, scores: int, pool: Any) -> None:
     """float32[query_heads, PART_KEYS]: the dot products with `count` keys."""
     group = job.query_heads // job.kv_heads
     q_bytes = _padded(job.k_dims, LANES) * 4
