@@ -151,6 +151,8 @@ def prepare(
     Raises:
         RequestError: it cannot be served; the sentence says why.
     """
+    if not isinstance(priority, int):
+        raise RequestError(f"priority must be a whole number, got {priority!r}")
     tokens = model.encode(prompt)
     _check_vocabulary(params, model.vocab_size)
     stop_token_ids = params.stop_token_ids
@@ -160,7 +162,7 @@ def prepare(
         id=number,
         tokens=tokens,
         prompt_tokens=len(tokens),
-        max_total_tokens=_max_total_tokens(len(tokens), params.max_tokens, geometry.max_model_len),
+        max_total_tokens=_max_total_tokens(len(tokens), params.max_tokens, geometry),
         params=params,
         seed=secrets.randbits(64) if params.seed is None else params.seed,
         rules=_rules(params, stop_token_ids, model),
@@ -171,7 +173,12 @@ def prepare(
     return PreparedRequest(sequence=sequence, stops=_stops(params, model))
 
 
-def _max_total_tokens(prompt_tokens: int, max_tokens: int | None, limit: int) -> int:
+def _max_total_tokens(prompt_tokens: int, max_tokens: int | None, geometry: PoolGeometry) -> int:
+    limit, room = geometry.max_model_len, geometry.num_slots
+    if prompt_tokens > room:
+        raise RequestTooLong(
+            f"the prompt has {prompt_tokens} tokens, and the pool has room for {room}"
+        )
     if prompt_tokens >= limit:
         raise RequestTooLong(
             f"the prompt has {prompt_tokens} tokens, and max_model_len is {limit}: "

@@ -32,6 +32,7 @@ class Gate:
         self._changed = threading.Condition()
         self._passes = free_passes
         self._arrivals = 0
+        self._departures = 0
         self._seen = 0
 
     def pass_through(self) -> None:
@@ -42,6 +43,7 @@ class Gate:
             opened = self._changed.wait_for(lambda: self._passes != 0, PATIENCE_S)
             if not opened:
                 raise TimeoutError("the test never opened the gate")
+            self._departures += 1
             if self._passes is not None:
                 self._passes -= 1
 
@@ -58,7 +60,7 @@ class Gate:
             self._changed.notify_all()
 
     async def held(self) -> None:
-        """Wait until somebody waits at the gate, without holding up the event loop."""
+        """Wait until somebody new waits at the gate, without holding up the event loop."""
         await anyio.to_thread.run_sync(self._wait_held)
 
     def _wait_held(self) -> None:
@@ -68,55 +70,43 @@ class Gate:
             self._seen = self._arrivals
 
     def _somebody_waits(self) -> bool:
-        return self._passes == 0 and self._arrivals > self._seen
+        return self._arrivals > max(self._seen, self._departures)
 
 
 class GatedRunner:
-    """A `FakeRunner` whose steps wait at a gate.
+    """A `FakeRunner` whose steps wait at a gate, and which a test may watch and make fail.
+
+    Args:
+        geometry: the pool.
+        free_steps: how many pass without waiting; None: all.
+        watch: called with each plan; what it raises, the step raises instead of computing.
 
     Attributes:
         gate: every step comes to it before it computes.
-        plans: of all steps that passed.
         closed: was `close` called?
     """
 
-    def __init__(self, geometry: PoolGeometry = GEOMETRY, *, free_steps: int | None = None) -> None:
+    def __init__(
+        self,
+        geometry: PoolGeometry = GEOMETRY,
+        *,
+        free_steps: int | None = None,
+        watch: Callable[[StepPlan], None] | None = None,
+    ) -> None:
         self.gate = Gate(free_steps)
-        self.plans: list[StepPlan] = []
         self.closed = False
+        self._watch = watch
         self._fake = FakeRunner(geometry)
 
     def execute(self, plan: StepPlan) -> StepResult:
         self.gate.pass_through()
-        self.plans.append(plan)
+        if self._watch is not None:
+            self._watch(plan)
         return self._fake.execute(plan)
 
     def close(self) -> None:
         self.closed = True
         self._fake.close()
-
-
-class FailingRunner:
-    """A `FakeRunner` whose chosen steps raise instead of computing.
-
-    Args:
-        failure: called with each plan; what it raises, the step raises.
-        geometry: the pool.
-    """
-
-    def __init__(
-        self, failure: Callable[[StepPlan], None], geometry: PoolGeometry = GEOMETRY
-    ) -> None:
-        self.closed = False
-        self._failure = failure
-        self._fake = FakeRunner(geometry)
-
-    def execute(self, plan: StepPlan) -> StepResult:
-        self._failure(plan)
-        return self._fake.execute(plan)
-
-    def close(self) -> None:
-        self.closed = True
 
 
 class SamplingRunner:

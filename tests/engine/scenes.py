@@ -10,8 +10,8 @@ import attrs
 
 from kvpage import AsyncEngine, SamplingParams
 from kvpage.blocks import PoolGeometry
-from kvpage.engine import EngineModel
 from kvpage.plan import Runner
+from kvpage.request import EngineModel
 from kvpage.testing import undisturbed
 from tests.engine.runners import (
     GEOMETRY,
@@ -52,18 +52,23 @@ class Scene:
 
 @asynccontextmanager
 async def scene(
-    *, free_steps: int | None = None, free_prompts: int | None = None, **settings: Any
+    runner: GatedRunner | None = None,
+    *,
+    free_steps: int | None = None,
+    free_prompts: int | None = None,
+    **settings: Any,
 ) -> AsyncIterator[Scene]:
     """An engine that holds its steps and prompts after so many; closed at the end."""
-    runner = GatedRunner(free_steps=free_steps)
+    held_runner = runner or GatedRunner(free_steps=free_steps)
     tokenizer = CharacterTokenizer(free_prompts=free_prompts)
-    held = Scene(fake_engine(runner, tokenizer=tokenizer, **settings), runner, tokenizer)
+    engine = fake_engine(held_runner, tokenizer=tokenizer, **settings)
+    held = Scene(engine, held_runner, tokenizer)
     try:
         with anyio.fail_after(PATIENCE_S):
             yield held
     finally:
         held.let_go()
-        await held.engine.aclose()
+        await engine.aclose()
 
 
 async def until(condition: Callable[[], bool]) -> None:
