@@ -133,7 +133,7 @@ def paged_varlen(problem: AttentionProblem, case: Case) -> Run | None:
     starts = torch.arange(case.batch + 1, dtype=torch.int32, device=device) * case.queries
     k_pages, v_pages = (
         pool.view(-1, case.block_size, *pool.shape[1:]) for pool in (problem.k_pool, problem.v_pool)
-    ]
+    )
     table = torch.from_numpy(problem.batch.block_table).to(device)
 
     def run() -> object:
