@@ -88,6 +88,11 @@ class BlockManager:
         self._copies: dict[BlockId, BlockId] = {}  # to -> from, until the next step takes them
 
     @property
+    def sharing(self) -> bool:
+        """May blocks be shared between sequences?"""
+        return self._allocator.sharing
+
+    @property
     def available_blocks(self) -> int:
         """Blocks that are free or would be after eviction of everything cached."""
         return self._num_free + len(self._cached)
@@ -128,6 +133,48 @@ class BlockManager:
             AllocatorFault: the allocator raised or its answer breaks the contract.
         """
         shared = self._match(prefix[: (num_tokens - 1) // self.geometry.block_size])
+        self._start(seq, row, num_tokens, max_tokens, shared)
+        return len(shared) * self.geometry.block_size
+
+    def fork(
+        self, parent: SequenceId, seq: SequenceId, row: int, num_tokens: int, *, max_tokens: int
+    ) -> int:
+        """Start `seq` with the first `num_tokens` tokens of `parent`, which it continues by itself.
+
+        Full blocks are shared. The block of the last token is written by both, so `seq` gets a copy
+        of it before the next step (copy-on-write, done at once since the write is certain).
+
+        Args:
+            parent: a live sequence that begins with these tokens, all but the last computed.
+            seq: an id that is not live.
+            row: a free row of `tables`.
+            num_tokens: tokens that need room now.
+            max_tokens: the sequence never grows beyond this.
+
+        Returns:
+            How many tokens have K and V already: all but the last, whose logits are needed.
+
+        Raises:
+            OutOfBlocks: not now; nothing has changed.
+            AllocatorFault: the allocator raised or its answer breaks the contract.
+        """
+        num_shared, partly = divmod(num_tokens - 1, self.geometry.block_size)
+        of_parent = self._holdings[parent].blocks
+        holding = self._start(seq, row, num_tokens, max_tokens, of_parent[:num_shared])
+        if partly:
+            source = of_parent[num_shared]
+            self._copies[holding.blocks[num_shared]] = self._copies.get(source, source)
+        return num_tokens - 1
+
+    def _start(
+        self,
+        seq: SequenceId,
+        row: int,
+        num_tokens: int,
+        max_tokens: int,
+        shared: Sequence[BlockId],
+    ) -> _Holding:
+        """Enter a sequence whose first blocks are `shared`, which are full."""
         shared_tokens = len(shared) * self.geometry.block_size
         self._hold(shared)
         try:
@@ -146,7 +193,7 @@ class BlockManager:
             raise
         self._write_table(holding, 0)
         self._holdings[seq] = holding
-        return shared_tokens
+        return holding
 
     def extend(self, seq: SequenceId, num_tokens: int) -> None:
         """Make room for `num_tokens` tokens of `seq` in all.

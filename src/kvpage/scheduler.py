@@ -255,13 +255,7 @@ class Scheduler:
             raise OutOfBlocks(needed + self._watermark_blocks, available)
         row = self._batch.next_row
         assert row is not None
-        computed = self._blocks.admit(
-            sequence.id,
-            row,
-            num_tokens,
-            max_tokens=sequence.max_total_tokens,
-            prefix=self._prefix(sequence),
-        )
+        computed = self._place(sequence, row)
         self._count_prefix(sequence, computed)
         self._waiting.pop(0)
         self._batch.add(sequence, computed)
@@ -269,6 +263,26 @@ class Scheduler:
         self._running_changed()
         self._admitted.append(sequence)
         return computed
+
+    def _place(self, sequence: Sequence, row: int) -> int:
+        """Give the head of the queue blocks, shared ones where it can; returns tokens computed."""
+        num_tokens, max_tokens = len(sequence.tokens), sequence.max_total_tokens
+        parent = sequence.fork_of
+        if parent is not None and self._can_fork(parent, sequence):
+            return self._blocks.fork(parent.id, sequence.id, row, num_tokens, max_tokens=max_tokens)
+        prefix = self._prefix(sequence)
+        return self._blocks.admit(
+            sequence.id, row, num_tokens, max_tokens=max_tokens, prefix=prefix
+        )
+
+    def _can_fork(self, parent: Sequence, sequence: Sequence) -> bool:
+        """Does `parent` hold K and V of the prompt, and has `sequence` not gone its own way yet?"""
+        return (
+            self._blocks.sharing
+            and parent.state is SequenceState.RUNNING
+            and len(sequence.tokens) == sequence.prompt_tokens
+            and self._batch.num_computed[parent.row] >= sequence.prompt_tokens - 1
+        )
 
     def _prefix(self, sequence: Sequence) -> list[BlockKey]:
         """Keys of the full blocks of a waiting sequence that may be in the cache."""

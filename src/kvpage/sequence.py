@@ -39,6 +39,8 @@ class Sequence:
         seed: the effective seed.
         rules: what its parameters allow, forbid and favour; None where they have no such rules.
         stop_token_ids: the tokens that end it (the model's own and the request's).
+        fork_of: a sequence of the same prompt, whose blocks it shares if that one runs when it is
+            admitted.
         prefix_keys: names its blocks for prefix reuse; None shares nothing.
         request: whatever its owner wants back with its tokens; the scheduler never looks at it.
         priority: lower runs first.
@@ -56,6 +58,7 @@ class Sequence:
     seed: int = 0
     rules: TokenRules | None = None
     stop_token_ids: tuple[int, ...] = ()
+    fork_of: "Sequence | None" = None
     prefix_keys: PrefixKeys | None = None
     request: Any = None
     priority: int = 0

@@ -71,7 +71,13 @@ class Service:
         return self.scheduler.num_running + self.scheduler.num_waiting
 
     def submit(
-        self, prompt: list[int], max_tokens: int, *, stop: tuple[int, ...] = (), priority: int = 0
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        *,
+        stop: tuple[int, ...] = (),
+        priority: int = 0,
+        fork_of: SequenceId | None = None,
     ) -> SequenceId:
         """Queue a request."""
         sequence = Sequence(
@@ -81,6 +87,7 @@ class Service:
             len(prompt) + max_tokens,
             stop_token_ids=stop,
             priority=priority,
+            fork_of=None if fork_of is None else self.requests[fork_of],
             prefix_keys=ChainedKeys(self.geometry.block_size, secret=b"key"),
         )
         self.scheduler.add(sequence)
@@ -155,6 +162,7 @@ class History(RuleBasedStateMachine):
         stop=st.sampled_from(((), tuple(range(0, 251, 10)))),
         priority=st.sampled_from((0, 0, 0, 1)),
         times=st.sampled_from((2, 1, 4)),
+        forks=st.booleans(),
     )
     def submit(
         self,
@@ -164,12 +172,17 @@ class History(RuleBasedStateMachine):
         stop: tuple[int, ...],
         priority: int,
         times: int,
+        forks: bool,
     ) -> None:
-        """Queue some equal requests."""
+        """Queue some equal requests, the others as forks of the first or by themselves."""
         prompt = list(range(start, start + prompt_tokens))
+        first: SequenceId | None = None
         for _ in range(times):
-            seq = self._service.submit(prompt, max_tokens, stop=stop, priority=priority)
+            seq = self._service.submit(
+                prompt, max_tokens, stop=stop, priority=priority, fork_of=first
+            )
             self._prompts[seq] = prompt
+            first = first if first is not None or not forks else seq
 
     @precondition(lambda self: self._service.requests)
     @rule(data=st.data())
