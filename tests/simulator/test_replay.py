@@ -115,6 +115,8 @@ def test_external_waste_counts_while_the_head_is_blocked() -> None:
     settings = ReplaySettings(slots=1024, max_model_len=96)
     report = replay([TraceRequest(0.0, 40, 56)] * 200, spec, settings)
     assert report.external_waste == pytest.approx(64 / 1024)
+    unused = [96 - 40 - k for k in range(56)]
+    assert report.internal_waste == pytest.approx(np.mean(unused) / 96)
 
 
 def test_counts_entries_and_runs_of_blocks() -> None:
@@ -273,6 +275,14 @@ def test_a_full_pool_makes_requests_wait() -> None:
     assert report.queue_wait_mean_s == pytest.approx((0 + 20) / 2)
 
 
+def test_waiting_ends_with_the_first_admission() -> None:
+    """Both start at once; one is preempted later, which is no wait in the queue."""
+    settings = ReplaySettings(slots=256, max_model_len=256, step_time=SECOND_STEPS)
+    report = replay([TraceRequest(0.0, 32, 150)] * 2, FIXED, settings)
+    assert report.preemptions > 0
+    assert report.queue_wait_mean_s == 0.0
+
+
 # -- cancellations -----------------------------------------------------------------------------
 
 
@@ -285,6 +295,14 @@ def test_cancelled_requests_leave_early(allocator: AllocatorSpec) -> None:
     assert report.completed + report.cancelled == report.requests
     assert report.cancelled == pytest.approx(150, abs=40)
     assert report.output_tokens < sum(r.output_tokens for r in requests)
+
+
+def test_a_cancelled_request_leaves_anywhere_in_its_output() -> None:
+    """On average in the middle, and never before its first token."""
+    settings = ReplaySettings(slots=8192, max_model_len=1024, cancel_rate=1.0)
+    report = replay([TraceRequest(0.0, 100, 200)] * 400, FIXED, settings)
+    assert report.cancelled == 400
+    assert report.output_tokens == pytest.approx(400 * 100, rel=0.1)
 
 
 def test_cancellations_follow_the_seed() -> None:
@@ -330,7 +348,9 @@ def test_a_pool_smaller_than_a_block_is_refused() -> None:
 def test_a_token_budget_spreads_a_prompt_over_steps() -> None:
     """As in production: a prompt of 100 tokens at 40 a step takes three."""
     settings = ReplaySettings(slots=1024, max_model_len=512, max_batch_tokens=40)
-    assert replay([TraceRequest(0.0, 100, 1)], FIXED, settings).steps == 3
+    report = replay([TraceRequest(0.0, 100, 1)], FIXED, settings)
+    assert report.steps == 3
+    assert report.output_tokens == 1
 
 
 def test_simulates_five_million_tokens_a_minute() -> None:
