@@ -78,9 +78,13 @@ def fit(name: str, measured: Columns, workload: Requests | Sessions) -> str:
         drawn = getattr(workload, field).draw(random, DRAWN)
         pairs = [(np.quantile(trace, q), np.quantile(drawn, q)) for q in SHOWN]
         pairs.append((trace.mean(), drawn.mean()))
-        cells = " | ".join(f"{a:.4g} / {b:.4g}" for a, b in pairs)
+        cells = " | ".join(f"{short(a)} / {short(b)}" for a, b in pairs)
         lines.append(f"| {name} | {field} | {cells} |")
     return "\n".join(lines)
+
+
+def short(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
 if __name__ == "__main__":
