@@ -16,7 +16,7 @@ and `free + used + cached == num_blocks` after every operation.
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import attrs
 import numpy as np
@@ -379,8 +379,13 @@ class BlockManager:
 
     def _accept(self, seq: SequenceId, holding: _Holding, grant: Grant, num_tokens: int) -> None:
         """Check a grant as a whole, then enter it in the ledger and the block table."""
-        blocks = self._granted_blocks(grant)
-        problem = self._problem_with(grant, blocks, holding, num_tokens)
+        try:
+            blocks = self._granted_blocks(grant)
+            problem = self._problem_with(grant, blocks, holding, num_tokens)
+        except (TypeError, ValueError) as error:  # no number, no pair where one was due
+            raise AllocatorFault(
+                self._name, f"gave a grant that cannot be read: {grant!r}"
+            ) from error
         if problem:
             self._return_refused(blocks, grant)
             raise AllocatorFault(self._name, f"{problem} (sequence {seq}, {num_tokens} tokens)")
@@ -390,19 +395,23 @@ class BlockManager:
     def _granted_blocks(self, grant: Grant) -> list[BlockId]:
         if not isinstance(grant, Grant):
             raise AllocatorFault(self._name, f"returned {grant!r} where a Grant was due")
-        if not all(isinstance(extent, Extent) for extent in grant.extents):
-            raise AllocatorFault(self._name, f"granted {grant.extents!r}, which are not Extents")
-        return [
-            BlockId(block)
-            for extent in grant.extents
-            for block in range(extent.first_block, extent.first_block + extent.num_blocks)
-        ]
+        blocks: list[int] = []
+        for extent in grant.extents:
+            if not isinstance(extent, Extent):
+                raise AllocatorFault(self._name, f"granted {extent!r}, which is not an Extent")
+            if extent.num_blocks > self.geometry.num_blocks:  # before it is written out
+                raise AllocatorFault(
+                    self._name,
+                    f"granted {extent.num_blocks} blocks of a pool of {self.geometry.num_blocks}",
+                )
+            blocks.extend(range(extent.first_block, extent.end))
+        return cast("list[BlockId]", blocks)
 
     def _problem_with(
         self, grant: Grant, blocks: Sequence[BlockId], holding: _Holding, num_tokens: int
     ) -> str | None:
         """What is wrong with a grant, as the predicate of a sentence; None if nothing is."""
-        taken = [*blocks, *(to for _, to in grant.moves)] if grant.moves else blocks
+        taken = [*blocks, *(to for _, to in grant.moves)]
         for block in taken:
             if not 0 <= block < self.geometry.num_blocks:
                 return f"granted block {block} of a pool of {self.geometry.num_blocks}"
@@ -411,7 +420,7 @@ class BlockManager:
         if len(set(taken)) != len(taken):
             return "granted a block twice in one answer"
         sources = [source for source, _ in grant.moves]
-        if len(set(sources)) != len(sources) or not set(sources) <= set(holding.blocks):
+        if sources and len(set(sources) & set(holding.blocks)) < len(sources):
             return f"moved blocks {sources}, not all of them blocks of the sequence"
         room = (len(holding.blocks) + len(blocks)) * self.geometry.block_size
         if room < num_tokens:
@@ -441,7 +450,7 @@ class BlockManager:
         entries = holding.blocks[first : len(row)]
         row[first : first + len(entries)] = entries
 
-    def _move(self, holding: _Holding, moves: Iterable[tuple[BlockId, BlockId]]) -> None:
+    def _move(self, holding: _Holding, moves: Sequence[tuple[BlockId, BlockId]]) -> None:
         """Put `to` in place of `from` in the sequence's table and note the copy."""
         for source, to in moves:
             index = holding.blocks.index(source)
@@ -452,7 +461,7 @@ class BlockManager:
             self._num_free -= 1
             self._copies[to] = self._copies.get(source, source)
             self._rename_published(source, to)
-            self._drop([source])
+        self._drop([source for source, _ in moves])
 
     def _rename_published(self, source: BlockId, to: BlockId) -> None:
         """A published block that nobody else holds takes its key along."""
@@ -465,12 +474,12 @@ class BlockManager:
         self, allocator: Trimmable, seq: SequenceId, holding: _Holding, keep: int
     ) -> None:
         try:
-            blocks = list(allocator.trim(seq, keep * self.geometry.block_size))
+            blocks = sorted(allocator.trim(seq, keep * self.geometry.block_size))
         except Exception:  # the sequence keeps what it has; pressure is met by preemption
             logger.exception("allocator %r raised in trim", self._name)
             return
         tail = holding.blocks[len(holding.blocks) - len(blocks) :]
-        if sorted(blocks) != sorted(tail) or len(holding.blocks) - len(blocks) < keep:
+        if blocks != sorted(tail) or len(holding.blocks) - len(blocks) < keep:
             logger.error("allocator %r trimmed blocks that are not a tail: %s", self._name, blocks)
             return
         self._forget_tail(holding, len(blocks))
