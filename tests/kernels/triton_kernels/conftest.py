@@ -18,8 +18,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the compiled tests, and skip them where there is nothing to compile for.
 
     Interpreted, numpy computes what a GPU would, and warns where a GPU gives infinity or NaN.
+    The interpreter of Triton 3.6 also makes numbers of arrays in a way that numpy is giving up
+    (and from 2.4 on refuses: that Triton wants an older numpy).
     """
-    quiet = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+    quiet = pytest.mark.filterwarnings(
+        "ignore::RuntimeWarning", "ignore:Conversion of an array:DeprecationWarning"
+    )
     without_gpu = pytest.mark.skip(reason="needs a GPU (or TRITON_INTERPRET=1, then no GPU)")
     for item in items:
         if Path(__file__).parent not in item.path.parents:
