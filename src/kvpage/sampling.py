@@ -26,6 +26,12 @@ LOOKS = (64, 1024)
 RUN = 256
 """Tokens whose weights are summed before the sums are accumulated."""
 
+LARGEST = float(np.finfo(np.float32).max)
+"""Columns of numbers are float32: anything larger would be infinite."""
+
+_MANY = 2**31
+"""As good as any larger number of tokens: no vocabulary has so many."""
+
 GREEDY_BELOW = 1e-5
 """A temperature below this is argmax: dividing logits by it would overflow."""
 
@@ -37,24 +43,31 @@ def _number(low: float, high: float, *, open_low: bool = False) -> Any:
         numeric = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not numeric or not low <= value <= high or (open_low and value == low):
             bracket = "above" if open_low else "at least"
-            limit = f" and at most {high:g}" if high != np.inf else ""
-            raise RequestError(f"{attribute.name} must be {bracket} {low:g}{limit}, got {value!r}")
+            raise RequestError(
+                f"{attribute.name} must be {bracket} {low:g} and at most {high:g}, got {value!r}"
+            )
 
     return check
 
 
-def _integer(low: int, *, optional: bool = False) -> Any:
-    """A validator for an integer of at least `low`."""
+def _integer(low: int, high: float = np.inf, *, optional: bool = False) -> Any:
+    """A validator for an integer between `low` and `high`."""
 
     def check(_instance: object, attribute: "attrs.Attribute[int]", value: int | None) -> None:
         if value is None and optional:
             return
-        if not isinstance(value, int) or isinstance(value, bool) or value < low:
+        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+            limit = f" and at most {high}" if high != np.inf else ""
             raise RequestError(
-                f"{attribute.name} must be an integer of at least {low}, got {value!r}"
+                f"{attribute.name} must be an integer of at least {low}{limit}, got {value!r}"
             )
 
     return check
+
+
+def _truth(_instance: object, attribute: "attrs.Attribute[bool]", value: Any) -> None:
+    if not isinstance(value, bool):
+        raise RequestError(f"{attribute.name} must be True or False, got {value!r}")
 
 
 def _token_ids(_instance: object, attribute: "attrs.Attribute[Any]", value: Any) -> None:
@@ -66,7 +79,7 @@ def _token_ids(_instance: object, attribute: "attrs.Attribute[Any]", value: Any)
 def _biases(_instance: object, attribute: "attrs.Attribute[Any]", value: Mapping[Any, Any]) -> None:
     _token_ids(_instance, attribute, value)
     for token, bias in value.items():
-        if not isinstance(bias, (int, float)) or isinstance(bias, bool) or not np.isfinite(bias):
+        if not isinstance(bias, (int, float)) or isinstance(bias, bool) or not abs(bias) <= LARGEST:
             raise RequestError(f"{attribute.name} of token {token} must be a number, got {bias!r}")
 
 
@@ -82,15 +95,23 @@ def _callables(_instance: object, attribute: "attrs.Attribute[Any]", value: Any)
             raise RequestError(f"{attribute.name} must hold callables, got {processor!r}")
 
 
+def _several(values: Iterable[Any]) -> tuple[Any, ...]:
+    if not isinstance(values, Iterable):
+        raise RequestError(f"a sequence of values is due where {values!r} was given")
+    return tuple(values)
+
+
 def _one_or_many(texts: "str | Iterable[str]") -> tuple[str, ...]:
-    return (texts,) if isinstance(texts, str) else tuple(texts)
+    return (texts,) if isinstance(texts, str) else _several(texts)
 
 
-def _maybe_tuple(values: "Iterable[int] | None") -> tuple[int, ...] | None:
-    return None if values is None else tuple(values)
+def _maybe_several(values: "Iterable[int] | None") -> tuple[int, ...] | None:
+    return None if values is None else _several(values)
 
 
 def _read_only(biases: Mapping[int, float]) -> Mapping[int, float]:
+    if not isinstance(biases, Mapping):
+        raise RequestError(f"logit_bias maps token ids to numbers, got {biases!r}")
     return MappingProxyType(dict(biases))
 
 
@@ -126,17 +147,19 @@ class SamplingParams:
     """
 
     max_tokens: int | None = attrs.field(default=None, validator=_integer(1, optional=True))
-    temperature: float = attrs.field(default=1.0, validator=_number(0, np.inf))
+    temperature: float = attrs.field(default=1.0, validator=_number(0, LARGEST))
     top_k: int = attrs.field(default=0, validator=_integer(0))
     top_p: float = attrs.field(default=1.0, validator=_number(0, 1, open_low=True))
     min_p: float = attrs.field(default=0.0, validator=_number(0, 1))
-    seed: int | None = attrs.field(default=None, validator=_integer(0, optional=True))
-    stop_token_ids: tuple[int, ...] = attrs.field(default=(), converter=tuple, validator=_token_ids)
-    ignore_eos: bool = attrs.field(default=False, validator=attrs.validators.instance_of(bool))
+    seed: int | None = attrs.field(default=None, validator=_integer(0, 2**64 - 1, optional=True))
+    stop_token_ids: tuple[int, ...] = attrs.field(
+        default=(), converter=_several, validator=_token_ids
+    )
+    ignore_eos: bool = attrs.field(default=False, validator=_truth)
     stop: tuple[str, ...] = attrs.field(default=(), converter=_one_or_many, validator=_texts)
     min_tokens: int = attrs.field(default=0, validator=_integer(0))
     repetition_penalty: float = attrs.field(
-        default=1.0, validator=_number(0, np.inf, open_low=True)
+        default=1.0, validator=_number(0, LARGEST, open_low=True)
     )
     presence_penalty: float = attrs.field(default=0.0, validator=_number(-2, 2))
     frequency_penalty: float = attrs.field(default=0.0, validator=_number(-2, 2))
@@ -144,12 +167,12 @@ class SamplingParams:
         factory=dict, converter=_read_only, validator=_biases
     )
     allowed_token_ids: tuple[int, ...] | None = attrs.field(
-        default=None, converter=_maybe_tuple, validator=_token_ids
+        default=None, converter=_maybe_several, validator=_token_ids
     )
     bad_words: tuple[str, ...] = attrs.field(default=(), converter=_one_or_many, validator=_texts)
     logprobs: int | None = attrs.field(default=None, validator=_integer(0, optional=True))
     logits_processors: tuple[Processor, ...] = attrs.field(
-        default=(), converter=tuple, validator=_callables
+        default=(), converter=_several, validator=_callables
     )
 
     def __attrs_post_init__(self) -> None:
@@ -225,16 +248,16 @@ class SamplingRows:
     ) -> None:
         """Enter one request's parameters in `row`."""
         self.temperature[row] = 0.0 if params.greedy else params.temperature
-        self.top_k[row] = params.top_k
+        self.top_k[row] = min(params.top_k, _MANY)
         self.top_p[row] = params.top_p
         self.min_p[row] = params.min_p
-        self.seed[row] = seed % 2**64
+        self.seed[row] = seed
         self.penalties.repetition[row] = params.repetition_penalty
         self.penalties.presence[row] = params.presence_penalty
         self.penalties.frequency[row] = params.frequency_penalty
         self.penalised[row] = params.penalised
         self.needs_history[row] = params.penalised or (rules is not None and rules.needs_history)
-        self.logprobs[row] = -1 if params.logprobs is None else params.logprobs
+        self.logprobs[row] = -1 if params.logprobs is None else min(params.logprobs, _MANY)
         self.rules[row] = rules
 
     def take(self, rows: npt.NDArray[np.int64]) -> "SamplingRows":
@@ -446,7 +469,9 @@ def _draw_among(
     probabilities = (values - total[:, None]).exp_()
     upto = probabilities.cumsum(dim=-1)
     probabilities.masked_fill_((upto - probabilities >= top_p[:, None]) & (rank > 0), 0.0)
-    decided = (top_k <= width) | (upto[:, -1] >= top_p) | (width == logits.shape[-1])
+    # With a top-k beyond `width` the probabilities above are too small to decide by.
+    unlimited = top_k >= logits.shape[-1]
+    decided = (top_k <= width) | (unlimited & (upto[:, -1] >= top_p))
     # In the order of ids, so that a near tie of two ranks cannot swap what a seed means.
     ids, order = ids.sort(dim=-1)
     cumulative = probabilities.gather(1, order).double().cumsum(dim=-1)

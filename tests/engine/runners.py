@@ -122,7 +122,7 @@ class SamplingRunner:
         if not self._reads:
             return StepResult(np.empty(0, np.int64))
         logits = torch.stack([arbitrary_logits(tokens) for tokens in self._reads])
-        return StepResult(sample(logits, plan.sampling, plan.sample_indices).numpy())
+        return StepResult(sample(logits, plan.sampling, plan.sample_indices, plan.history).numpy())
 
     def close(self) -> None:
         self._fake.close()

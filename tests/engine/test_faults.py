@@ -36,7 +36,7 @@ Outcome = list[int] | KvpageError
 async def outcomes(
     at: Scene, number: int, *, prompt: list[int] = PROMPT, max_tokens: int = 5
 ) -> list[Outcome]:
-    """What `number` equal requests come to. The first is scheduled alone, then the others."""
+    """What `number` equal requests come to; none gets beyond its first step before all are open."""
     found: list[Outcome] = [[] for _ in range(number)]
     params = SamplingParams(max_tokens=max_tokens)
     streams = [await at.engine.generate(prompt, params).__aenter__() for _ in found]

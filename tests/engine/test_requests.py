@@ -261,6 +261,8 @@ def test_urgent_requests_overtake_the_queue(run: Run) -> None:
                 params = SamplingParams(max_tokens=2)
                 stream = at.engine.generate([number], params, priority=priority)
                 await streams.enter_async_context(stream)
+                if number == 0:
+                    await at.runner.gate.held()
             at.let_go()
             await at.engine.idle()
 
