@@ -64,8 +64,7 @@ class BuddyPool:
         for frames in self._frames[order:]:
             if frames:
                 frame, _ = frames.popitem()
-                offset = self._best_fit(self._free_bits[frame], order)
-                return self._take_bits(frame, offset, 1 << order)
+                return self._take_bits(frame, self._best_fit(frame, order), 1 << order)
         return None
 
     def take_at(self, first: int, order: int) -> Extent | None:
@@ -90,15 +89,18 @@ class BuddyPool:
             self._enter(frame)
             self.num_free += bits.bit_count()
 
-    def _best_fit(self, free_bits: int, order: int) -> int:
+    def _best_fit(self, frame: int, order: int) -> int:
         """Where to cut an extent of this order so that the longest free ones stay whole."""
-        starts = self._starts(free_bits)
-        for shorter, longer in zip(starts[order:], starts[order + 1 :], strict=False):
-            buddies = longer | longer << (1 << order)
-            if shorter & ~buddies:
-                return _lowest_bit(shorter & ~buddies)
-            order += 1
-        return _lowest_bit(starts[-1])
+        starts = self._free_bits[frame]
+        for k in range(order):
+            starts = self._paired(starts, k)
+        for k in range(order, self._max_order):
+            longer = self._paired(starts, k)
+            unpaired = starts & ~(longer | longer << (1 << k))
+            if unpaired:
+                return _lowest_bit(unpaired)
+            starts = longer
+        return _lowest_bit(starts)
 
     def _take_bits(self, frame: int, offset: int, num_blocks: int) -> Extent:
         """Take free blocks of a frame that is in no set; it enters the set it belongs to now."""
@@ -107,17 +109,16 @@ class BuddyPool:
         self.num_free -= num_blocks
         return Extent(BlockId((frame << self._max_order) + offset), num_blocks)
 
-    def _starts(self, free_bits: int) -> list[int]:
-        """For each order, the offsets (as bits) at which a free extent of that order starts."""
-        starts = [free_bits]
-        for order in range(self._max_order):
-            halves = starts[order]
-            starts.append(halves & halves >> (1 << order) & self._aligned[order + 1])
-        return starts
+    def _paired(self, starts: int, order: int) -> int:
+        """From where free extents of an order start (as bits), where those of the next do."""
+        return starts & starts >> (1 << order) & self._aligned[order + 1]
 
     def _enter(self, frame: int) -> None:
-        starts = self._starts(self._free_bits[frame])
-        order = next((k for k in range(self._max_order, -1, -1) if starts[k]), FULL)
+        """Put a frame in the set of its longest free extent."""
+        starts, order = self._free_bits[frame], FULL
+        while starts:
+            order += 1
+            starts = self._paired(starts, order) if order < self._max_order else 0
         self._orders[frame] = order
         if order != FULL:
             self._frames[order][frame] = None
