@@ -94,6 +94,8 @@ class TwinBuffer:
         self.host = torch.full((size,), PADDING, dtype=dtype, pin_memory=device.type == "cuda")
         self.device = torch.full((size,), PADDING, dtype=dtype, device=device)
 
+    # A model runs in inference mode, and what is made there can be changed only there.
+    @torch.inference_mode()
     def send(self, size: int | None = None) -> None:
         """Queue a copy of the first `size` elements, or of all, on the current stream."""
         self.device[:size].copy_(self.host[:size], non_blocking=True)

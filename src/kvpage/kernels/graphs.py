@@ -144,7 +144,9 @@ class CudaRecorder:
     def record(self, run: Run) -> Run:
         """Capture `run`; the kernels in it stay loaded, as Triton's cache holds them for good."""
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+        # Other threads of the host program may use the GPU meanwhile.
+        mode = "thread_local"
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode=mode):
             output = run()
 
         def replay() -> torch.Tensor:
