@@ -67,6 +67,18 @@ def test_typical_variants_keep_within_their_figures() -> None:
     check(TYPICAL)
 
 
+def test_no_batch_needs_a_variant_of_its_own() -> None:
+    """One compilation serves all numbers of tokens, 1 and multiples of 16 included.
+
+    Those are the values by which Triton specialises integers; a compilation in the middle of
+    serving would take seconds.
+    """
+    command = [sys.executable, str(SCRIPT), "--batches", "1", "2", "3", "16", "33"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {"decode": 1, "extend": 1, "merge": 1, "write": 1}
+
+
 @pytest.mark.slow
 def test_all_variants_keep_within_their_figures() -> None:
     """Every documented variant, and every variant is documented."""

@@ -3,6 +3,7 @@
     python tests/kernels/variants.py           the table of docs/reference/kernel.md
     python tests/kernels/variants.py --names   the names of all variants, one a line
     python tests/kernels/variants.py --json sm_90/decode sm_80/decode    some, one JSON a line
+    python tests/kernels/variants.py --batches 1 2 16    how many variants steps of these sizes need
 
 The arguments are made by the launchers' own functions from tensors without memory, so what is
 compiled here is what a launch would compile. Registers and spills of NVIDIA come from the tools
@@ -24,6 +25,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.runtime.driver import driver
 
 from kvpage.kernels import cache_write, paged_attention
 from kvpage.kernels.arguments import AttentionCall
@@ -216,6 +218,44 @@ def amd_cost(assembly: str, shared_bytes: int) -> Cost:
     return Cost(registers, spills, shared_bytes)
 
 
+class AbsentGpu:
+    """What Triton's launcher asks of a GPU before it compiles."""
+
+    def get_current_target(self) -> GPUTarget:
+        """The GPU to compile for."""
+        return TARGETS["sm_90"]
+
+    def get_current_device(self) -> int:
+        """The only one."""
+        return 0
+
+    def get_current_stream(self, device: int = 0) -> int:
+        """The only one."""
+        return device
+
+
+def variants_of_batches(kernel: str, sizes: list[int]) -> int:
+    """How many variants the launcher compiles for steps of these numbers of tokens.
+
+    Q, K and V are `[heads, T, D]` transposed, whose strides depend on T.
+    """
+    driver.set_active(AbsentGpu())
+    function, arguments, options = launch_of(kernel, MODELS[""], "sm_90")
+    compiled = set()
+    for size in sizes:
+        varied = {
+            name: torch.empty(4096, dtype=value.dtype) if isinstance(value, torch.Tensor) else value
+            for name, value in arguments.items()
+        }
+        for name in varied:
+            if name.endswith("_head_stride"):
+                varied[name] = size * 128 // 16
+        if "num_tokens" in varied:
+            varied["num_tokens"] = size
+        compiled.add(id(function.run(grid=(size, 8, 1), warmup=True, **varied, **options)))
+    return len(compiled)
+
+
 def output_of(*command: str | Path) -> str:
     """What a command prints."""
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
@@ -229,6 +269,10 @@ def main(arguments: list[str]) -> None:
     if arguments[:1] == ["--json"]:
         for name in arguments[1:]:
             print(json.dumps({"name": name, **attrs.asdict(compile_variant(name))}), flush=True)
+        return
+    if arguments[:1] == ["--batches"]:
+        sizes = [int(size) for size in arguments[1:]]
+        print(json.dumps({kernel: variants_of_batches(kernel, sizes) for kernel in KERNELS}))
         return
     print(f"Triton {triton.__version__}.\n\n| variant | registers | spills | shared memory, KiB |")
     print("|---|---|---|---|")
