@@ -293,7 +293,9 @@ class AsyncEngine:
         about = EngineModel(
             name, model.vocab_size, model.eos_token_ids, tokenizer, model.default_params
         )
-        self._start(ModelRunner(model, geometry, backend), geometry, about, effective)
+        runner = ModelRunner(model, geometry, backend)
+        runner.warm_up()
+        self._start(runner, geometry, about, effective)
 
     def _start(
         self, runner: Runner, geometry: PoolGeometry, model: EngineModel, config: EngineConfig

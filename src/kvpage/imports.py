@@ -30,6 +30,7 @@ _MODULES = (
     "transformers.tokenization_utils_tokenizers",
     "transformers.generation",
     "safetensors.torch",
+    "kvpage.kernels.cpu",  # and numba with it
 )
 
 

@@ -1,5 +1,6 @@
 """Executes step plans on a model: copy, compute, sample."""
 
+import numpy as np
 import torch
 
 from kvpage.blocks import PoolGeometry
@@ -7,7 +8,10 @@ from kvpage.kernels import BackendName, attention_backend
 from kvpage.kernels.work import AttentionBatch
 from kvpage.model import KVPools, PagedModel
 from kvpage.plan import StepPlan, StepResult
-from kvpage.sampling import sample, token_logprobs
+from kvpage.sampling import SamplingRows, sample, token_logprobs
+
+WARM_UP_TOKENS = 8
+"""Enough for a chunk to take the kernels' way for chunks."""
 
 
 class ModelRunner:
@@ -29,6 +33,14 @@ class ModelRunner:
             dtype=model.dtype,
             device=model.device,
         )
+
+    def warm_up(self) -> None:
+        """Compile what is compiled at the first use: a decode step and a chunk, on the first block.
+
+        Call it before the first step; what it writes is written again before it is read.
+        """
+        for num_tokens in {1, min(WARM_UP_TOKENS, self._block_size)}:
+            self.execute(_first_tokens(num_tokens))
 
     def execute(self, plan: StepPlan) -> StepResult:
         """See `Runner.execute`."""
@@ -54,3 +66,23 @@ class ModelRunner:
         del self._pools, self._model
         if device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def _first_tokens(num_tokens: int) -> StepPlan:
+    """A step over the first tokens of a sequence that holds block 0."""
+    one = np.ones(1, np.int32)
+    positions = np.arange(num_tokens)
+    return StepPlan(
+        rows=np.zeros(1, np.int32),
+        query_lens=one * num_tokens,
+        kv_lens=one * num_tokens,
+        token_ids=np.zeros(num_tokens, np.int64),
+        positions=positions,
+        slots=positions,
+        block_tables=np.zeros((1, 1), np.int32),
+        copies=np.empty((0, 2), np.int64),
+        sample_tokens=np.array([num_tokens - 1]),
+        sample_rows=np.zeros(1, np.int64),
+        sample_indices=np.zeros(1, np.int64),
+        sampling=SamplingRows.empty(1),
+    )
