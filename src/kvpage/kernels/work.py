@@ -144,6 +144,9 @@ class WorkList:
     num_parts: int
 
 
+NO_WORK = WorkList(np.zeros((0, ITEM_WORDS), np.int32), np.zeros((0, MERGE_WORDS), np.int32), 0)
+
+
 @attrs.frozen(eq=False)
 class StepWork:
     """The work of a step: one launch for its decoding sequences, one for the others.
@@ -213,6 +216,8 @@ def plan_launch(sequences: npt.NDArray[np.integer[Any]], cut: Cut, window: int) 
         cut: the largest item.
         window: width of the sliding window in tokens, 0 for none.
     """
+    if not len(sequences):
+        return NO_WORK  # most steps only decode, and numpy takes its time over nothing, too
     return _cut_keys(_cut_queries(sequences, cut.queries, window), cut.keys)
 
 
