@@ -188,7 +188,7 @@ class AsyncEngine:
             prepared = await anyio.to_thread.run_sync(prepare_request, abandon_on_cancel=True)
             return await self._submit(name, prepared)
 
-        return TokenStream(submit, self.model.decode)
+        return TokenStream(submit, self.model.detokenizer())
 
     async def complete(
         self,

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpage.blocks import PoolGeometry, SequenceId
-from kvpage.detokenizer import Decode
+from kvpage.detokenizer import Detokenizer
 from kvpage.errors import RequestError, RequestTooLong
 from kvpage.logits import TokenRules
 from kvpage.prefix import PrefixKeys
@@ -22,6 +22,8 @@ Message = Mapping[str, Any]
 
 Prompt = str | Sequence[int] | Sequence[Message]
 """Text, token ids, or chat messages."""
+
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 @attrs.frozen(eq=False)
@@ -64,14 +66,18 @@ class EngineModel:
             )
         return array.astype(np.int32)
 
-    @property
-    def decode(self) -> Decode | None:
-        """Token ids to text, special tokens skipped."""
-        tokenizer = self.tokenizer
-        if tokenizer is None:
+    def detokenizer(self) -> Detokenizer | None:
+        """A new decoder for the output of one request; None without a tokenizer."""
+        if self.tokenizer is None:
             return None
-        return lambda ids: str(
-            tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        broken_byte = self.tokenizer.convert_tokens_to_ids("<0x80>")
+        # A tokenizer without byte fallback has no such token, or knows it as a text of that form.
+        falls_back = broken_byte is not None and _REPLACEMENT in self._decode([broken_byte])
+        return Detokenizer(self._decode, broken_byte if falls_back else None)
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return str(
+            self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         )
 
     def encode_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
@@ -225,6 +231,7 @@ def _rules(params: SamplingParams, end_ids: Sequence[int], model: EngineModel) -
 def _stops(params: SamplingParams, model: EngineModel) -> StopStrings | None:
     if not params.stop:
         return None
-    if model.decode is None:
+    detokenizer = model.detokenizer()
+    if detokenizer is None:
         raise RequestError("this engine has no tokenizer: stop needs one; use stop_token_ids")
-    return StopStrings(model.decode, params.stop, min_tokens=params.min_tokens)
+    return StopStrings(detokenizer, params.stop, min_tokens=params.min_tokens)

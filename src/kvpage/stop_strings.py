@@ -2,20 +2,22 @@
 
 from collections.abc import Sequence
 
-from kvpage.detokenizer import Decode, Detokenizer
+from kvpage.detokenizer import Detokenizer
 
 
 class StopStrings:
     """Decodes one sequence's output and looks for its stop strings, across tokens.
 
     Args:
-        decode: the tokenizer's own decoding.
+        detokenizer: of this output; owned by the stop strings from now on.
         stops: texts that end the output; none is empty.
         min_tokens: tokens that come before any end.
     """
 
-    def __init__(self, decode: Decode, stops: Sequence[str], *, min_tokens: int = 0) -> None:
-        self._detokenizer = Detokenizer(decode)
+    def __init__(
+        self, detokenizer: Detokenizer, stops: Sequence[str], *, min_tokens: int = 0
+    ) -> None:
+        self._detokenizer = detokenizer
         self._stops = tuple(stops)
         self._min_tokens = min_tokens
         self._num_tokens = 0

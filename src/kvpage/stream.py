@@ -10,7 +10,7 @@ import anyio.lowlevel
 import attrs
 
 from kvpage.admission import Post
-from kvpage.detokenizer import Decode, Detokenizer
+from kvpage.detokenizer import Detokenizer
 from kvpage.sampling import Logprobs
 from kvpage.sequence import FinishReason
 
@@ -184,9 +184,11 @@ class TokenStream(AsyncIterator[Token]):
     close it under the reader's feet, which ends the reader's loop.
     """
 
-    def __init__(self, submit: Callable[[], Awaitable[OpenRequest]], decode: Decode | None) -> None:
+    def __init__(
+        self, submit: Callable[[], Awaitable[OpenRequest]], detokenizer: Detokenizer | None
+    ) -> None:
         self._submit = submit
-        self._detokenizer = Detokenizer(decode) if decode else None
+        self._detokenizer = detokenizer
         self._request: OpenRequest | None = None
         self._starting: anyio.CancelScope | None = None
         self._reading = False

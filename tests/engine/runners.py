@@ -152,5 +152,8 @@ class CharacterTokenizer:
         self.gate.pass_through()
         return {"input_ids": [ord(character) % VOCAB_SIZE for character in prompt]}
 
+    def convert_tokens_to_ids(self, token: str) -> None:
+        """No token has the name of a byte."""
+
     def decode(self, ids: Sequence[int], **_options: bool) -> str:
         return "".join(chr(0x4E00 + token) for token in ids)
