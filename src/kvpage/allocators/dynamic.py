@@ -155,7 +155,7 @@ class DynamicAllocator:
     """Grants buddies; copies a tail of small ones into a large one when it is long enough.
 
     Args:
-        geometry: the pool. Its block is the small unit: 8 tokens suit the defaults.
+        geometry: the pool. Its block is the small unit; a `block_size` of 8 suits the defaults.
         min_block: blocks that a tail grows by, a power of two.
         max_extent: blocks of the longest extent, a power of two.
 
@@ -165,7 +165,7 @@ class DynamicAllocator:
 
     sharing = True
 
-    def __init__(self, geometry: PoolGeometry, *, min_block: int = 1, max_extent: int = 16) -> None:
+    def __init__(self, geometry: PoolGeometry, *, min_block: int = 1, max_extent: int = 8) -> None:
         _check_power_of_two("min_block", min_block)
         _check_power_of_two("max_extent", max_extent)
         if min_block > max_extent:
