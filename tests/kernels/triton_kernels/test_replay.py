@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvpage.kernels import cache_write
+from kvpage.kernels import attention_backend, cache_write
 from kvpage.kernels.graphs import (
     CudaRecorder,
     DecodeGraphs,
@@ -18,9 +18,12 @@ from kvpage.kernels.graphs import (
 )
 from kvpage.kernels.paged_attention import decode_split, paged_attention
 from kvpage.kernels.work import AttentionBatch
+from kvpage.model import KVPools, share_model
 from kvpage.testing.attention import AttentionProblem, AttentionShape, attention_problem
+from tests.model.tiny import tiny_model
 
 SHAPE = AttentionShape(num_heads=2, num_kv_heads=1)
+ROWS = np.arange(4, dtype=np.int32)
 LIMITS = DecodeLimits(
     max_sequences=4, max_model_len=600, block_size=8, split=decode_split(2), table_entries=150
 )
@@ -129,3 +132,32 @@ def test_padding_rows_write_nothing_and_are_zero(device: str) -> None:
     torch.testing.assert_close(
         problem.k_pool[untouched], pools_before[untouched], rtol=0, atol=0, equal_nan=True
     )
+
+
+def test_a_model_s_decode_step_replayed(recorder: Recorder, device: str) -> None:
+    """A whole model behind static buffers gives the logits of the plain step.
+
+    Gemma 2 has layers with and without a window, so two work lists follow the step. A matrix
+    product may round a row by the number of rows, so the logits are close, not equal.
+    """
+    model = share_model(tiny_model("gemma2").to(device))
+    kernels = attention_backend("triton")
+    pools = KVPools(model.layers, 160, kernels, dtype=model.dtype, device=model.device)
+    for k_pool, v_pool in pools.layers:
+        k_pool.normal_()
+        v_pool.normal_()
+    table = np.random.default_rng(0).permutation(20).astype(np.int32).reshape(2, 10)
+    lengths = np.array([70, 9], np.int32)
+    step = step_of(AttentionBatch(table, ROWS[:2], np.ones_like(ROWS[:2]), lengths, 8))
+
+    def forward(inputs: DecodeInputs) -> torch.Tensor:
+        keep = torch.arange(len(inputs.token_ids), device=device)
+        attention = pools.step(inputs.batch, inputs.slots)
+        return model.logits(inputs.token_ids, inputs.positions, attention, keep)
+
+    limits = DecodeLimits(2, max_model_len=80, block_size=8, split=256, table_entries=20)
+    graphs = DecodeGraphs(forward, limits, recorder, torch.device(device))
+    expected = forward(eagerly(step, device))
+    out = graphs.run(step)
+    assert out is not None
+    torch.testing.assert_close(expected, out, rtol=0, atol=1e-5)
