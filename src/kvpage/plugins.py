@@ -62,8 +62,10 @@ class AllocatorSpec:
                 f"allocator {allocator!r} is not of the form 'name' or 'name:key=value,key=value'"
             )
         options = {key.strip(): _value(text.strip()) for key, _, text in pairs}
+        if len(options) < len(pairs):
+            raise PluginError(f"allocator {allocator!r} gives an option twice")
         block_size = options.pop("block_size", None)
-        if block_size is not None and (not isinstance(block_size, int) or block_size < 1):
+        if block_size is not None and (type(block_size) is not int or block_size < 1):
             raise PluginError(f"block_size in {allocator!r} must be a whole number of at least 1")
         return cls(name, None, block_size, options)
 
@@ -125,6 +127,10 @@ def build_allocator(
         built = factory(geometry, **spec.options)
     except (TypeError, ValueError) as error:
         raise PluginError(f"allocator {str(spec)!r} was refused: {error}") from error
+    except Exception as error:
+        raise PluginError(
+            f"allocator {str(spec)!r} raised {type(error).__name__} when it was built: {error}"
+        ) from error
     missing = [member for member in _PROTOCOL_MEMBERS if not hasattr(built, member)]
     if missing:
         raise PluginError(
@@ -201,23 +207,27 @@ def _records(implementation: pluggy.HookImpl) -> Sequence[AllocatorPlugin]:
     """What one plugin's hook returns, checked."""
     name = implementation.plugin_name
     try:
-        returned = implementation.function()
+        returned: Any = implementation.function()
+        records = None if _is_single(returned) else list(returned)  # may be a generator, and raise
     except Exception as error:
         raise PluginError(
             f"plugin {name!r} raised {type(error).__name__} in kvpage_allocators: {error}"
         ) from error
-    if not isinstance(returned, Iterable) or isinstance(returned, (str, bytes, Mapping)):
+    if records is None:
         raise PluginError(
             f"plugin {name!r} returned {returned!r} from kvpage_allocators; "
             f"a list of AllocatorPlugin records is due"
         )
-    records = list(returned)
     for record in records:
         if not isinstance(record, AllocatorPlugin):
             raise PluginError(
                 f"plugin {name!r} offers {record!r}, which is not an AllocatorPlugin record"
             )
     return records
+
+
+def _is_single(returned: object) -> bool:
+    return not isinstance(returned, Iterable) or isinstance(returned, (str, bytes, Mapping))
 
 
 def _unknown(name: str, in_process: Iterable[str], points: Sequence[EntryPoint]) -> str:
@@ -233,7 +243,10 @@ def _unknown(name: str, in_process: Iterable[str], points: Sequence[EntryPoint])
 
 def _check_options(spec: AllocatorSpec, factory: AllocatorFactory) -> None:
     """Refuse an option that the factory has no keyword for, by name."""
-    parameters = list(inspect.signature(factory).parameters.values())[1:]
+    try:
+        parameters = list(inspect.signature(factory).parameters.values())[1:]
+    except ValueError:  # a compiled factory may hide its parameters; it will speak for itself
+        return
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return
     known = [p.name for p in parameters if p.kind is not p.VAR_POSITIONAL]
