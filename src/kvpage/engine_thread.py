@@ -26,6 +26,7 @@ from kvpage.stop_strings import StopStrings
 from kvpage.stream import End, Mailbox, MailItem, SampledToken, Timings, Usage
 
 logger = logging.getLogger("kvpage")
+logger.addHandler(logging.NullHandler())  # silent unless the host listens
 
 EXIT_GRACE_S = 5.0
 """How long the end of the process waits for the engine to finish its step."""
