@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvpage.kernels.cache_write import write_kv
-from kvpage.kernels.paged_attention import paged_attention
+from kvpage.kernels.paged_attention import Tiling, Tilings, paged_attention
 from kvpage.kernels.work import AttentionBatch
 
 ONE = np.ones(1, np.int32)
@@ -49,6 +49,13 @@ def test_bad_attention_arguments(change: Mapping[str, Any], message: str) -> Non
     """The launcher refuses before anything runs, and says what is wrong."""
     with pytest.raises(ValueError, match=message):
         paged_attention(**{**GOOD, **change})
+
+
+def test_tilings_with_too_few_rows() -> None:
+    """Heads that do not fit would be left out."""
+    tilings = Tilings(Tiling(16, 32, split=256), Tiling(64, 32, split=256))
+    with pytest.raises(ValueError, match="a group of 24 heads does not fit in 16 rows"):
+        tilings.shape(group_size=24, window=0)
 
 
 GOOD_WRITE: Mapping[str, Any] = {

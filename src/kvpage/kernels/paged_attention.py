@@ -24,7 +24,7 @@ sequence fills G rows of a matrix product instead of one. ROWS is 16 where every
 query (decode), 64 where some have more (extend): two launches, one source.
 
 **The softmax** is taken online (Milakov and Gimelshein, 2018; FlashAttention-2, Dao, 2023): for
-each row a running maximum m, the total of exp2(s - m), and the equally weighted sum of V. Scores
+each row a running maximum m, the total of exp2(s - m), and the sum of V so weighted. Scores
 are held in base 2, since exp2 is what the hardware has. A row that has seen no key yet has
 m = -inf, which is kept, and replaced only where -inf minus -inf would make NaN.
 
@@ -331,7 +331,14 @@ class Tilings:
     extend: Tiling
 
     def shape(self, group_size: int, window: int) -> WorkShape:
-        """How the host has to cut the work for them."""
+        """How the host has to cut the work for them.
+
+        Raises:
+            ValueError: a program has fewer rows than a query has heads in a group.
+        """
+        fewest = min(self.decode.rows, self.extend.rows)
+        if fewest < group_size:
+            raise ValueError(f"a group of {group_size} heads does not fit in {fewest} rows")
         return WorkShape(
             Cut(1, self.decode.split),
             Cut(self.extend.rows // group_size, self.extend.split),
