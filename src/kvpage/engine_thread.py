@@ -19,6 +19,7 @@ from kvpage.admission import AdmissionGate, Post
 from kvpage.blocks import PoolGeometry, SequenceId
 from kvpage.errors import EngineBroken, EngineClosed, RequestFailed, StepFailed
 from kvpage.plan import Runner, StepPlan
+from kvpage.sampling import Logprobs
 from kvpage.scheduler import Schedule, Scheduler, StepOutcome
 from kvpage.sequence import FinishReason, Sequence
 from kvpage.stats import BlockMap, EngineStatistics, SequenceBlocks
@@ -227,12 +228,18 @@ class EngineThread:
             outcome.sequences, outcome.token_ids, outcome.finish_reasons, logprobs, strict=True
         ):
             request: Request = sequence.request
+            prompt_logprobs: tuple[Logprobs | None, ...] = ()
             if request.first_token_at is None:
                 request.first_token_at = now
-            if reason is None and logprob is None and request.stops is None:
+                if sequence.params.prompt_logprobs is not None:
+                    prompt_logprobs = (None, *sequence.prompt_logprobs)
+            if reason is None and logprob is None and request.stops is None and not prompt_logprobs:
                 self._put(request.mailbox, token_id)
             else:
-                self._deliver_more(request, SampledToken(token_id, logprobs=logprob), reason, now)
+                token = SampledToken(token_id, logprobs=logprob, prompt_logprobs=prompt_logprobs)
+                self._deliver_more(request, token, reason, now)
+        for sequence, error in outcome.failures:
+            self._fail(sequence.request, error)
 
     def _deliver_more(
         self, request: Request, token: SampledToken, reason: FinishReason | None, now: float
@@ -240,9 +247,14 @@ class EngineThread:
         """A token with log-probabilities, or of a request with stop strings, or the last one."""
         text = None
         if request.stops is not None:
-            text, stopped = request.stops.push(token.id, last=reason is not None)
-            if stopped:
+            try:
+                text, stopped = request.stops.push(token.id, last=reason is not None)
+            except RequestFailed as failure:
                 self._scheduler.cancel(request.sequence)  # unless it has ended by itself
+                self._fail(request, failure)
+                return
+            if stopped:
+                self._scheduler.cancel(request.sequence)
                 reason = "stop"
         end = _end(request, reason, now) if reason is not None else None
         self._put(request.mailbox, attrs.evolve(token, text=text, end=end))

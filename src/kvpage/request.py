@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from kvpage.blocks import PoolGeometry, SequenceId
 from kvpage.detokenizer import Detokenizer
-from kvpage.errors import RequestError, RequestTooLong
+from kvpage.errors import RequestError, RequestFailed, RequestTooLong
 from kvpage.logits import TokenRules
 from kvpage.prefix import PrefixKeys
 from kvpage.sampling import SamplingParams
@@ -76,9 +76,15 @@ class EngineModel:
         return Detokenizer(self._decode, broken_byte if falls_back else None)
 
     def _decode(self, ids: Sequence[int]) -> str:
-        return str(
-            self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        )
+        try:
+            text = self.tokenizer.decode(
+                ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
+        except Exception as error:  # a tokenizer raises whatever it likes
+            raise RequestFailed(
+                f"the output cannot be decoded: {type(error).__name__}: {error}"
+            ) from error
+        return str(text)
 
     def encode_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Token ids of texts, each as the first word of a text and as a later one.

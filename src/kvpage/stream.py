@@ -233,7 +233,11 @@ class TokenStream(AsyncIterator[Token]):
         item = await self._next_item(self._request.mailbox)
         if item is None:
             raise StopAsyncIteration
-        return self._token(item)
+        try:
+            return self._token(item)
+        except BaseException:  # it failed, or it cannot be decoded
+            self._leave()
+            raise
 
     async def aclose(self) -> None:
         """End the request. Again is a no-op; it never waits for the engine."""
@@ -283,7 +287,6 @@ class TokenStream(AsyncIterator[Token]):
 
     def _token(self, item: MailItem) -> Token:
         if isinstance(item, BaseException):
-            self._over = True
             raise item
         sampled = SampledToken(item) if isinstance(item, int) else item
         index, self._index = self._index, self._index + 1

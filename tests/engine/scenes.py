@@ -1,5 +1,6 @@
 """An engine over a fake runner, and what a test of leaving and ending wants to know of it."""
 
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -69,6 +70,11 @@ async def scene(
     finally:
         held.let_go()
         await engine.aclose()
+
+
+def engine_threads() -> list[threading.Thread]:
+    """The threads of all live engines of this process."""
+    return [thread for thread in threading.enumerate() if thread.name == "kvpage-engine"]
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -19,7 +19,7 @@ from kvpage.engine import OpeningEngine
 from kvpage.testing import undisturbed
 from tests.engine.conftest import Run
 from tests.engine.runners import PATIENCE_S, GatedRunner
-from tests.engine.scenes import check_generates, fake_engine, scene, until
+from tests.engine.scenes import check_generates, engine_threads, fake_engine, scene, until
 
 PROMPT = [1, 2, 3]
 
@@ -320,7 +320,3 @@ def start_program(then: str, launch: str) -> "subprocess.Popen[str]":
     assert process.stdout is not None
     assert process.stdout.readline() == "generating\n"
     return process
-
-
-def engine_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "kvpage-engine"]

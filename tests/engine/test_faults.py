@@ -1,6 +1,6 @@
 """A step, an allocator or the engine itself fails: who hears of it, and what goes on."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,9 +16,11 @@ from kvpage import (
     KvpageError,
     OutgrewPool,
     PoolGeometry,
+    RequestFailed,
     SamplingParams,
     SequenceId,
     StepFailed,
+    TokenStream,
 )
 from kvpage.allocators.dynamic import DynamicAllocator
 from kvpage.allocators.fixed import FixedAllocator
@@ -26,7 +28,7 @@ from kvpage.blocks import BlockId
 from kvpage.plan import StepPlan, StepResult
 from kvpage.testing import undisturbed
 from tests.engine.conftest import Run
-from tests.engine.runners import GEOMETRY, GatedRunner
+from tests.engine.runners import GEOMETRY, CharacterTokenizer, GatedRunner
 from tests.engine.scenes import Scene, check_generates, check_nothing_left, fake_engine, scene
 
 PROMPT = [1, 2, 3]
@@ -164,6 +166,49 @@ def test_a_broken_engine_tells_everybody(run: Run) -> None:
     run(main)
 
 
+# -- decoding --------------------------------------------------------------------------------------
+
+
+class FickleTokenizer(CharacterTokenizer):
+    """Cannot decode what follows the prompt `[1, 2, 3]`."""
+
+    def decode(self, ids: Sequence[int], **_options: bool) -> str:
+        if undisturbed(PROMPT, 2)[1] in ids:
+            raise UnicodeError("no such character")
+        return super().decode(ids)
+
+
+@pytest.mark.parametrize("stop", [(), ("never",)], ids=["in the reader", "in the engine"])
+def test_an_output_that_cannot_be_decoded_fails_one_request(
+    run: Run, stop: tuple[str, ...]
+) -> None:
+    """Wherever it is decoded, its reader gets `RequestFailed` and the engine goes on."""
+
+    async def main() -> None:
+        async with fake_engine(tokenizer=FickleTokenizer()) as engine:
+            found: list[int] = []
+            stream = engine.generate(PROMPT, SamplingParams(stop=stop), request_id="mine")
+            with pytest.raises(RequestFailed) as failure:
+                await collect(stream, found)
+            assert str(failure.value) == (
+                "the output cannot be decoded: UnicodeError: no such character"
+            )
+            assert isinstance(failure.value.__cause__, UnicodeError)
+            assert found == undisturbed(PROMPT, 1)
+            assert [token async for token in stream] == []
+            await engine.idle()
+            assert engine.stats().pool.used_blocks == 0
+            assert (await engine.complete([9], SamplingParams(max_tokens=1))).text
+
+    run(main)
+
+
+async def collect(stream: TokenStream, into: list[int]) -> None:
+    """Read to the end, and keep what came before an error."""
+    async for token in stream:
+        into += [token.id]
+
+
 # -- allocators ------------------------------------------------------------------------------------
 
 BAD = SequenceId(1)
@@ -285,9 +330,10 @@ def test_a_request_that_outgrows_the_pool_ends_by_an_error_of_its_own(run: Run) 
     async def main() -> None:
         async with fake_engine(geometry=TINY) as engine:
             stream = engine.generate(PROMPT, SamplingParams(max_tokens=50))
-            ids: list[int] = []
+            found: list[int] = []
             with pytest.raises(OutgrewPool, match=r"17 tokens need 1 more blocks.*pool of 4 "):
-                ids.extend([token.id async for token in stream])
+                await collect(stream, found)
+            assert found == undisturbed(PROMPT, 17 - len(PROMPT))
             await check_generates(engine)
 
     run(main)
