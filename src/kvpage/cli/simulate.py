@@ -29,7 +29,7 @@ from kvpage.simulator import (
 
 STANDARD_OUTPUT = Path("-")
 WIDTH_OF_FILES = 160
-DEFAULT_ALLOCATORS = ("fixed", "dynamic", "contiguous")
+DEFAULT_ALLOCATORS = ("fixed", "dynamic:block_size=8", "contiguous")
 
 
 def simulate(
@@ -42,7 +42,7 @@ def simulate(
     ] = None,
     allocator: Annotated[
         list[str] | None,
-        typer.Option(help="name or name:key=value,...; block_size is the pool's. [default: all]"),
+        typer.Option(help="name or name:key=value,...; block_size is the pool's. [default: all three]"),
     ] = None,
     slots: Annotated[int, typer.Option(help="Token slots in the pool.")] = 100_000,
     max_model_len: Annotated[
