@@ -42,7 +42,7 @@ def simulate(
     ] = None,
     allocator: Annotated[
         list[str] | None,
-        typer.Option(help="name or name:key=value,...; block_size is the pool's. [default: all three]"),
+        typer.Option(help="name or name:key=value,...; block_size is the pool's. [default: three]"),
     ] = None,
     slots: Annotated[int, typer.Option(help="Token slots in the pool.")] = 100_000,
     max_model_len: Annotated[
