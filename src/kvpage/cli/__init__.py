@@ -6,6 +6,7 @@ import typer
 
 from kvpage.cli.allocators import allocators
 from kvpage.cli.generate import generate
+from kvpage.cli.simulate import simulate
 from kvpage.errors import KvpageError
 
 app = typer.Typer(
@@ -17,6 +18,7 @@ app = typer.Typer(
 )
 app.command()(generate)
 app.command()(allocators)
+app.command()(simulate)
 
 
 def main() -> None:
