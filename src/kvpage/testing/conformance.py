@@ -64,7 +64,11 @@ def _check_histories(factory: AllocatorUnderTest, *, max_examples: int, steps: i
 
 
 def _settings(*, max_examples: int, steps: int) -> hypothesis.settings:
+    profile = hypothesis.settings.default  # the caller's own, which may forgo shrinking
+    assert profile is not None
     return hypothesis.settings(
+        # What of a history does not matter takes minutes to find out, and tells little here.
+        phases=[phase for phase in profile.phases if phase is not hypothesis.Phase.explain],
         max_examples=max_examples,
         stateful_step_count=steps,
         deadline=None,
