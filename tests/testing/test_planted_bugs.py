@@ -307,6 +307,16 @@ class Moves(FixedAllocator):
         return ((source, to),)
 
 
+@planted("which cannot be read")
+class MovesInTriples(Moves):
+    """Says more about a move than from where and to where."""
+
+    def _pairs(
+        self, source: BlockId, to: BlockId, grant: Grant
+    ) -> tuple[tuple[BlockId, BlockId], ...]:
+        return ((source, to, self._geometry.block_size),)  # type: ignore[return-value]
+
+
 @planted("not all of them in the table")
 class MovesTwice(Moves):
     """Copies one block to two places."""

@@ -64,10 +64,9 @@ def _check_histories(factory: AllocatorUnderTest, *, max_examples: int, steps: i
 
 
 def _settings(*, max_examples: int, steps: int) -> hypothesis.settings:
-    profile = hypothesis.settings.default  # the caller's own, which may forgo shrinking
-    assert profile is not None
+    profile = hypothesis.settings()  # the caller's, which may choose not to shrink
     return hypothesis.settings(
-        # What of a history does not matter takes minutes to find out, and tells little here.
+        # Which draws of a history do not matter is slow to find out and tells little here.
         phases=[phase for phase in profile.phases if phase is not hypothesis.Phase.explain],
         max_examples=max_examples,
         stateful_step_count=steps,

@@ -30,14 +30,12 @@ class LiveSequence:
     Attributes:
         num_tokens: tokens that it was promised room for.
         max_tokens: it never grows beyond this.
-        shared_blocks: leading blocks of its table that it did not get from a grant.
         table: its blocks in order.
         content: what the first blocks of the table must hold, those that hold a token.
     """
 
     num_tokens: int
     max_tokens: int
-    shared_blocks: int
     table: list[BlockId]
     content: list[int]
 
@@ -103,9 +101,7 @@ class ShadowPool:
         shared: Sequence[BlockId] = (),
     ) -> bool:
         """Start `seq`; `shared` are blocks, live or cached, that its first tokens have already."""
-        sequence = LiveSequence(
-            0, max_tokens, len(shared), list(shared), [self._held(block) for block in shared]
-        )
+        sequence = LiveSequence(0, max_tokens, list(shared), [self._held(b) for b in shared])
         self._hold(shared)
         shared_tokens = len(shared) * self.geometry.block_size
         asked = f"admit({seq}, {num_tokens}, max_tokens={max_tokens}, shared={shared_tokens})"
@@ -230,9 +226,12 @@ class ShadowPool:
 
     def _enter(self, sequence: LiveSequence, grant: Grant, num_tokens: int, asked: str) -> None:
         """Check a grant, then do what it says to the table and to the memory."""
-        blocks = _blocks_of(grant, asked)
-        self._check_moves(sequence, grant, asked)
-        self._check_free([*blocks, *(to for _, to in grant.moves)], asked)
+        try:
+            blocks = _blocks_of(grant, asked)
+            self._check_moves(sequence, grant, asked)
+            self._check_free([*blocks, *(to for _, to in grant.moves)], asked)
+        except (TypeError, ValueError) as error:  # no number, no pair where one was due
+            raise ContractViolation(f"{asked} gave {grant!r}, which cannot be read") from error
         self._move(sequence, grant)
         sequence.table.extend(blocks)
         self._hold(blocks)
