@@ -168,13 +168,13 @@ def random_params(rng: np.random.Generator, vocabulary: int) -> SamplingParams:
 def test_draws_follow_the_definition(vocabulary: int) -> None:
     """Any mixture of temperature, top-k, top-p, min-p: the exact cumulative distribution."""
     rng = np.random.default_rng(vocabulary)
-    for _ in range(8):
+    for _ in range(6):
         # A shuffled ladder with noise: no ties, so that the k largest are beyond dispute.
         logits = rng.permutation(np.linspace(-4, 4, vocabulary)) + rng.uniform(0, 1e-4, vocabulary)
         params = random_params(rng, vocabulary)
         probabilities = reference_probabilities(logits, params)
         if probabilities is not None:
-            check_against_reference(logits, params, probabilities, 150)
+            check_against_reference(logits, params, probabilities, 60)
 
 
 def test_top_p_counts_what_top_k_left() -> None:
@@ -184,7 +184,7 @@ def test_top_p_counts_what_top_k_left() -> None:
         params = SamplingParams(top_k=top_k, top_p=0.5)
         probabilities = reference_probabilities(logits, params)
         assert probabilities is not None
-        check_against_reference(logits, params, probabilities, 100)
+        check_against_reference(logits, params, probabilities, 40)
 
 
 @pytest.mark.parametrize("top_k", [3, 4, 10**6, 10**30])

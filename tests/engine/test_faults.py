@@ -264,6 +264,8 @@ LIES: dict[str, Callable[[Grant], Any]] = {
     "nothing": lambda _: Grant(),
     "not a grant": lambda _: None,
     "bare numbers": lambda _: Grant((0, 1)),  # type: ignore[arg-type]
+    "no number": lambda _: Grant((Extent("first", 1),)),  # type: ignore[arg-type]
+    "moves that are no pairs": lambda grant: Grant(grant.extents, (1, 2)),  # type: ignore[arg-type]
 }
 
 

@@ -105,6 +105,41 @@ def test_a_prompt_larger_than_the_pool_is_refused(run: Run) -> None:
     run(main)
 
 
+def test_the_text_of_a_completion_is_the_whole_decoding(run: Run) -> None:
+    """Joined texts of a stream, the text of a completion and the tokenizer agree."""
+
+    async def main() -> None:
+        async with scene() as at:
+            params = SamplingParams(max_tokens=8)
+            completion = await at.engine.complete("some text", params)
+            streamed = [token async for token in at.engine.generate("some text", params)]
+            expected = at.tokenizer.decode(completion.token_ids)
+            assert completion.text == "".join(token.text for token in streamed) == expected
+
+    run(main)
+
+
+def test_only_the_last_token_tells_how_it_ended(run: Run) -> None:
+    """`finish_reason`, `usage` and `timings` come with it; a stop token ends with `"stop"`."""
+    expected = undisturbed([1, 2], 10)
+    stop = expected[4]
+
+    async def main() -> None:
+        async with fake_engine() as engine:
+            params = SamplingParams(max_tokens=10, stop_token_ids=[stop])
+            *tokens, last = [token async for token in engine.generate([1, 2], params)]
+            assert [token.index for token in (*tokens, last)] == list(range(5))
+            assert {(t.finish_reason, t.usage, t.timings) for t in tokens} == {(None, None, None)}
+            assert (last.id, last.finish_reason) == (stop, "stop")
+            assert last.usage is not None
+            assert (last.usage.prompt_tokens, last.usage.output_tokens) == (2, 5)
+            assert last.timings is not None
+            assert 0 <= last.timings.scheduled_s <= last.timings.first_token_s
+            assert last.timings.first_token_s <= last.timings.total_s
+
+    run(main)
+
+
 # -- values ----------------------------------------------------------------------------------------
 
 BAD_PROMPTS: dict[str, tuple[Any, str]] = {

@@ -165,7 +165,7 @@ WAYS: tuple[Callable[[AsyncEngine], Awaitable[None]], ...] = (
 def number_of_our_objects() -> int:
     """Live objects of kvpage's classes."""
     gc.collect()
-    return sum(type(thing).__module__.startswith("kvpage") for thing in gc.get_objects())
+    return sum(str(type(thing).__module__).startswith("kvpage") for thing in gc.get_objects())
 
 
 def test_five_hundred_rounds_leave_everything_flat(run: Run) -> None:
