@@ -29,6 +29,13 @@ def test_reserves_for_the_whole_life(reserve: Reserve, reserved: int) -> None:
     assert grant.extents == (Extent(BlockId(0), reserved),)
 
 
+def test_a_power_of_two_is_reserved_as_it_is() -> None:
+    """64 tokens are 4 blocks, not 8."""
+    allocator = ContiguousAllocator(GEOMETRY, reserve="power_of_two")
+
+    assert allocator.admit(seq(0), 20, max_tokens=64).extents == (Extent(BlockId(0), 4),)
+
+
 def test_growth_is_free() -> None:
     """What was reserved at admission serves every later token."""
     allocator = ContiguousAllocator(GEOMETRY, reserve="request")

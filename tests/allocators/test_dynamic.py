@@ -108,7 +108,7 @@ def side_by_side(allocator: DynamicAllocator) -> None:
 
 
 def test_a_full_tail_is_copied_into_one_extent() -> None:
-    """At the ninth block, the first eight are moved into a frame of their own."""
+    """At the ninth block, the first eight are moved into a frame of their own, once."""
     allocator = DynamicAllocator(GEOMETRY)
     side_by_side(allocator)
 
@@ -117,6 +117,7 @@ def test_a_full_tail_is_copied_into_one_extent() -> None:
     assert len(sources) == 8
     assert list(targets) == list(range(targets[0], targets[0] + 8))
     assert targets[0] % 8 == 0
+    assert allocator.extend(seq(0), 80).moves == ()
 
 
 def test_a_full_tail_waits_for_a_whole_extent() -> None:
