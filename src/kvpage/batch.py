@@ -23,6 +23,7 @@ class RunningBatch:
         num_computed: `int64[N]`, how many have K and V in the cache.
         prompt_tokens: `int64[N]`.
         max_total_tokens: `int64[N]`.
+        scored_tokens: `int64[N]`, see `Sequence.scored_tokens`.
         stop_ids: `int32[N, S]`, tokens that end the row, padded with -1.
         sampling: the sampling parameters, by row.
         sequences: the sequence in each row, or None.
@@ -35,6 +36,7 @@ class RunningBatch:
         self.num_computed: npt.NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
         self.prompt_tokens: npt.NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
         self.max_total_tokens: npt.NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
+        self.scored_tokens: npt.NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
         self.stop_ids: npt.NDArray[np.int32] = np.full((max_num_seqs, 4), NO_TOKEN, np.int32)
         self.sampling = SamplingRows.empty(max_num_seqs)
         self.sequences: list[Sequence | None] = [None] * max_num_seqs
@@ -54,6 +56,7 @@ class RunningBatch:
         self.num_computed[row] = num_computed
         self.prompt_tokens[row] = sequence.prompt_tokens
         self.max_total_tokens[row] = sequence.max_total_tokens
+        self.scored_tokens[row] = sequence.scored_tokens
         self._put_stop_ids(row, sequence.stop_token_ids)
         self.sampling.put(row, sequence.params, sequence.seed, sequence.rules)
         self.sequences[row] = sequence

@@ -34,7 +34,7 @@ from kvpage.plan import Runner
 from kvpage.plugins import build_allocator, check_allocator_spec
 from kvpage.prefix import ChainedKeys
 from kvpage.request import EngineModel, PreparedRequest, Prompt, prepare
-from kvpage.sampling import SamplingParams
+from kvpage.sampling import Logprobs, SamplingParams
 from kvpage.scheduler import Scheduler
 from kvpage.stats import BlockMap, EngineStatistics
 from kvpage.stream import Completion, Mailbox, OpenRequest, TokenStream
@@ -213,6 +213,12 @@ class AsyncEngine:
             finish_reason=last.finish_reason,
             usage=last.usage,
             timings=last.timings,
+            logprobs=tuple(
+                Logprobs(token.logprob, token.top_logprobs)
+                for token in tokens
+                if token.logprob is not None
+            ),
+            prompt_logprobs=tokens[0].prompt_logprobs,
         )
 
     def stats(self) -> EngineStatistics:

@@ -13,7 +13,7 @@ A fault ends in `Error` (or says what failed); an expected signal does not::
     ├── RequestFailed          the request was accepted and ended early
     │   ├── AllocatorFault     the allocator raised, or gave an answer that breaks the contract
     │   ├── OutgrewPool        alone in the pool, the sequence found no more room
-    │   └── StepFailed         the model raised while it computed a step of this request
+    │   └── StepFailed         the model, or a logits processor, failed in a step of this request
     ├── EngineBusy             signal: `max_waiting` requests are queued already
     ├── EngineClosed           signal: the engine was closed
     └── EngineBroken           the engine thread ended with an exception; `__cause__` has it
@@ -71,7 +71,10 @@ class OutgrewPool(RequestFailed):
 
 
 class StepFailed(RequestFailed):
-    """The model raised while it computed a step of this request; `__cause__` has the exception."""
+    """The model or a logits processor raised in a step of this request, or left no token to choose.
+
+    `__cause__` has the exception, if there was one.
+    """
 
 
 class EngineBusy(KvpageError):  # noqa: N818

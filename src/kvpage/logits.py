@@ -1,8 +1,8 @@
 """Changes to logits before a token is drawn: rules of single requests, and penalties.
 
-The order is the usual one: forbid (allowed tokens, bad words, ends before `min_tokens`), bias, then
-the request's own processors, then penalties. Work on many rows is one tensor operation; only a row
-that has such rules costs any at all.
+The order: the request's own processors, which so see what the model said and cannot undo what
+follows; forbid (allowed tokens, bad words, ends before `min_tokens`); bias; penalties. Work on many
+rows is one tensor operation; only a row that has such rules costs any at all.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,13 +12,16 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
+from kvpage.errors import StepFailed
+
 if TYPE_CHECKING:
     import torch
 
 Processor = Callable[[Any, Any], Any]
 """`processor(token_ids int64[1, t], logits float32[1, vocabulary]) -> logits`, on the device.
 
-The form of transformers' `LogitsProcessor`, whose objects can be passed as they are.
+The form of transformers' `LogitsProcessor`, whose objects can be passed as they are. One that
+raises ends its own request only.
 """
 
 
@@ -106,10 +109,35 @@ class History:
     prompt_tokens: npt.NDArray[np.int64]
     num_tokens: npt.NDArray[np.int64]
 
-    def of(self, row: int) -> npt.NDArray[np.int64]:
+    def of(self, row: int) -> npt.NDArray[np.int32]:
         """The tokens so far of one sampled row that is in the history."""
         index = int(np.searchsorted(self.rows, row))
-        return self.tokens[index, : self.num_tokens[index]].astype(np.int64)
+        return self.tokens[index, : self.num_tokens[index]]
+
+    def among(self, rows: npt.NDArray[np.int64]) -> "History":
+        """The history of those of `rows` that have one, named by their places in `rows`."""
+        places = np.flatnonzero(np.isin(rows, self.rows))
+        mine = np.searchsorted(self.rows, rows[places])
+        return History(places, self.tokens[mine], self.prompt_tokens[mine], self.num_tokens[mine])
+
+
+def apply_processors(
+    logits: "torch.Tensor", processors: Mapping[int, Sequence[Processor]], history: History
+) -> dict[int, StepFailed]:
+    """Let the processors of each row change it, in place.
+
+    Returns:
+        For each row whose processor raised, what its request fails by; all its logits are NaN.
+    """
+    raised = {}
+    for row, of_row in processors.items():
+        try:
+            _process(logits, row, of_row, history.of(row))
+        except Exception as error:  # a processor raises whatever it likes
+            raised[row] = StepFailed(f"a logits processor failed: {type(error).__name__}: {error}")
+            raised[row].__cause__ = error
+            logits[row] = np.nan
+    return raised
 
 
 def apply_rules(
@@ -118,7 +146,7 @@ def apply_rules(
     indices: npt.NDArray[np.int64],
     history: History | None,
 ) -> None:
-    """Forbid, bias and process, in place.
+    """Forbid and bias, in place.
 
     Args:
         logits: `float32[n, vocabulary]`, changed.
@@ -127,46 +155,58 @@ def apply_rules(
         history: holds every row whose rules need it.
     """
     _allow_only(logits, {r: x.allowed_ids for r, x in rules.items() if x.allowed_ids is not None})
-    _set(logits, _forbidden(rules, indices, history), -np.inf)
+    _forbid(logits, _forbidden(rules, indices, history))
     _add(logits, {r: (x.bias_ids, x.bias_values) for r, x in rules.items() if len(x.bias_ids)})
-    for row, rule in rules.items():
-        if rule.processors and history is not None:
-            _process(logits, row, rule.processors, history.of(row))
 
 
 def apply_penalties(logits: "torch.Tensor", penalties: Penalties, history: History) -> None:
-    """Penalise tokens that were seen, in place: one pass over all rows of `history`.
+    """Penalise tokens that were seen, in place.
+
+    Works on these tokens alone: a history is short beside a vocabulary.
 
     Args:
-        logits: `float32[n, vocabulary]`, changed.
+        logits: `float32[n, vocabulary]`, contiguous; changed.
         penalties: of all n rows.
         history: the rows to penalise.
     """
     import torch
 
-    device = logits.device
-    rows = torch.from_numpy(history.rows).to(device)
-    tokens = torch.from_numpy(history.tokens.astype(np.int64)).to(device)
-    position = np.arange(history.tokens.shape[1])
-    known = torch.from_numpy(position < history.num_tokens[:, None]).to(device)
-    output = torch.from_numpy(position >= history.prompt_tokens[:, None]).to(device) & known
-    chosen = penalties.take(history.rows)
-    selected = logits[rows]
-    # What lies beyond the known tokens repeats a known one, so that it changes nothing.
-    seen = torch.where(known, tokens, tokens[:, :1])
-    _divide_seen(selected, seen, torch.from_numpy(chosen.repetition).to(device)[:, None])
-    counts = torch.zeros_like(selected).scatter_add_(1, seen, output.to(selected.dtype))
-    selected -= counts * torch.from_numpy(chosen.frequency).to(device)[:, None]
-    selected -= (counts > 0) * torch.from_numpy(chosen.presence).to(device)[:, None]
-    logits[rows] = selected
-
-
-def _divide_seen(logits: "torch.Tensor", seen: "torch.Tensor", repetition: "torch.Tensor") -> None:
-    import torch
-
-    scores = logits.gather(1, seen)
+    vocabulary = logits.shape[1]
+    places, times = _seen(history, vocabulary)
+    rows = places // vocabulary
+    columns = (
+        places,
+        penalties.repetition[rows],
+        times * penalties.frequency[rows],
+        (times > 0) * penalties.presence[rows],
+    )
+    where, repetition, *subtracted = (torch.from_numpy(c).to(logits.device) for c in columns)
+    every = logits.view(-1)
+    scores = every[where]
     scores = torch.where(scores > 0, scores / repetition, scores * repetition)
-    logits.scatter_(1, seen, scores)
+    for amount in subtracted:
+        scores -= amount
+    every[where] = scores
+
+
+def _seen(
+    history: History, vocabulary: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+    """The different tokens that each row has seen.
+
+    Returns:
+        Their places `row * vocabulary + token`, `int64[k]`, and how often each was generated,
+        `float32[k]`.
+    """
+    position = np.arange(history.tokens.shape[1])
+    known = position < history.num_tokens[:, None]
+    generated = position >= history.prompt_tokens[:, None]
+    places = history.rows[:, None] * vocabulary + history.tokens
+    # In one sort of numbers: equal places come together, each with its last bit to count.
+    marked = np.sort((places * 2 + generated)[known])
+    places = marked >> 1
+    first = np.flatnonzero(np.diff(places, prepend=-1))
+    return places[first], np.add.reduceat(marked & 1, first).astype(np.float32)
 
 
 def _forbidden(
@@ -183,25 +223,25 @@ def _forbidden(
 
 
 def _ends_of_bad_words(rule: TokenRules, row: int, history: History | None) -> Iterator[int]:
-    """Last tokens of those bad words whose other tokens have just been generated."""
+    """Last tokens of those bad words whose other tokens are the last ones of the row."""
     if not rule.bad_words:
         return
-    recent = history.of(row).tolist() if history is not None and rule.needs_history else []
-    for word in rule.bad_words:
-        start = len(recent) - (len(word) - 1)
-        if len(word) == 1 or (start >= 0 and recent[start:] == list(word[:-1])):
-            yield word[-1]
+    longest = max(len(word) for word in rule.bad_words) - 1
+    recent = history.of(row)[-longest:].tolist() if history is not None and longest else []
+    for *beginning, end in rule.bad_words:
+        if not beginning or recent[-len(beginning) :] == beginning:
+            yield end
 
 
 def _process(
     logits: "torch.Tensor",
     row: int,
     processors: Sequence[Processor],
-    tokens: npt.NDArray[np.int64],
+    tokens: npt.NDArray[np.int32],
 ) -> None:
     import torch
 
-    token_ids = torch.from_numpy(tokens).to(logits.device)[None]
+    token_ids = torch.from_numpy(tokens.astype(np.int64)).to(logits.device)[None]
     scores = logits[row : row + 1].clone()
     for processor in processors:
         scores = processor(token_ids, scores)
@@ -218,14 +258,12 @@ def _allow_only(logits: "torch.Tensor", allowed: Mapping[int, npt.NDArray[np.int
         logits[row, kept] = values
 
 
-def _set(logits: "torch.Tensor", tokens: Mapping[int, npt.NDArray[np.int64]], value: float) -> None:
+def _forbid(logits: "torch.Tensor", tokens: Mapping[int, npt.NDArray[np.int64]]) -> None:
     import torch
 
     if tokens:
-        rows, columns = _pairs(tokens)
-        logits[
-            torch.from_numpy(rows).to(logits.device), torch.from_numpy(columns).to(logits.device)
-        ] = value
+        rows, columns = (torch.from_numpy(part).to(logits.device) for part in _pairs(tokens))
+        logits[rows, columns] = -torch.inf
 
 
 def _add(
@@ -235,13 +273,10 @@ def _add(
     import torch
 
     if biases:
-        rows, columns = _pairs({row: ids for row, (ids, _) in biases.items()})
+        pairs = _pairs({row: ids for row, (ids, _) in biases.items()})
+        rows, columns = (torch.from_numpy(part).to(logits.device) for part in pairs)
         values = np.concatenate([values for _, values in biases.values()])
-        where = (
-            torch.from_numpy(rows).to(logits.device),
-            torch.from_numpy(columns).to(logits.device),
-        )
-        logits.index_put_(where, torch.from_numpy(values).to(logits.device), accumulate=True)
+        logits[rows, columns] += torch.from_numpy(values).to(logits.device)
 
 
 def _pairs(

@@ -1,14 +1,33 @@
 """The messages between scheduler and runner: what a step computes, and what came of it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Protocol
 
 import attrs
 import numpy as np
 import numpy.typing as npt
 
+from kvpage.errors import RequestFailed
 from kvpage.logits import History
 from kvpage.sampling import Logprobs, SamplingRows
+
+
+@attrs.frozen(eq=False)
+class PromptScores:
+    """Prompt tokens whose log-probabilities are wanted of a step.
+
+    Attributes:
+        tokens: `int64[k]`, which of the step's tokens give the logits.
+        rows: `int64[k]`, the rows that these belong to.
+        token_ids: `int64[k]`, the prompt token that follows each of them.
+        num_top: `int64[k]`, how many of the most likely tokens to report beside it.
+    """
+
+    tokens: npt.NDArray[np.int64]
+    rows: npt.NDArray[np.int64]
+    token_ids: npt.NDArray[np.int64]
+    num_top: npt.NDArray[np.int64]
 
 
 @attrs.frozen(eq=False)
@@ -32,6 +51,7 @@ class StepPlan:
         sample_indices: `int64[n]`, output tokens that each of them has so far.
         sampling: the parameters of `sample_rows`.
         history: the tokens so far of those rows whose sampling looks at them.
+        prompt_scores: prompt tokens whose log-probabilities are wanted; None if there are none.
     """
 
     rows: npt.NDArray[np.int32]
@@ -47,6 +67,7 @@ class StepPlan:
     sample_indices: npt.NDArray[np.int64]
     sampling: SamplingRows
     history: History | None = None
+    prompt_scores: PromptScores | None = None
 
 
 @attrs.frozen(eq=False)
@@ -56,10 +77,15 @@ class StepResult:
     Attributes:
         token_ids: `int64[n]`, one sampled token for each of the plan's `sample_rows`.
         logprobs: for each of them, where its request asked; empty where none did.
+        prompt_logprobs: one for each token of the plan's `prompt_scores`.
+        failures: by place in `sample_rows`, rows for which no token could be chosen, each with what
+            its request fails by. What `token_ids` holds there means nothing.
     """
 
     token_ids: npt.NDArray[np.int64]
     logprobs: Sequence[Logprobs | None] = ()
+    prompt_logprobs: Sequence[Logprobs] = ()
+    failures: Mapping[int, RequestFailed] = MappingProxyType({})
 
 
 class Runner(Protocol):

@@ -1,6 +1,7 @@
 """Executes step plans on a model: copy, compute, sample."""
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvpage.blocks import PoolGeometry
@@ -8,7 +9,14 @@ from kvpage.kernels import BackendName, attention_backend
 from kvpage.kernels.work import AttentionBatch
 from kvpage.model import KVPools, PagedModel
 from kvpage.plan import StepPlan, StepResult
-from kvpage.sampling import SamplingRows, sample, token_logprobs
+from kvpage.sampling import (
+    SamplingRows,
+    failures,
+    logprobs_of,
+    process,
+    sample,
+    token_logprobs,
+)
 
 WARM_UP_TOKENS = 8
 """Enough for a chunk to take the kernels' way for chunks."""
@@ -54,11 +62,9 @@ class ModelRunner:
             torch.from_numpy(plan.token_ids).to(device),
             torch.from_numpy(plan.positions).to(device),
             self._pools.step(batch, torch.from_numpy(plan.slots).to(device)),
-            torch.from_numpy(plan.sample_tokens).to(device),
+            torch.from_numpy(_kept_tokens(plan)).to(device),
         )
-        tokens = sample(logits, plan.sampling, plan.sample_indices, plan.history)
-        logprobs = token_logprobs(logits, plan.sampling, tokens)
-        return StepResult(tokens.cpu().numpy(), logprobs)
+        return _result(logits, plan)
 
     def close(self) -> None:
         """Drop pools and model; on a GPU their memory goes back to the device."""
@@ -66,6 +72,28 @@ class ModelRunner:
         del self._pools, self._model
         if device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def _kept_tokens(plan: StepPlan) -> npt.NDArray[np.int64]:
+    """Which tokens of the step give logits: those to sample from, then those of prompts."""
+    if plan.prompt_scores is None:
+        return plan.sample_tokens
+    return np.concatenate([plan.sample_tokens, plan.prompt_scores.tokens])
+
+
+def _result(logits: torch.Tensor, plan: StepPlan) -> StepResult:
+    """Sample and score: `logits` `[n, vocabulary]` are of the step's `_kept_tokens`."""
+    scores, num_samples = plan.prompt_scores, len(plan.sample_tokens)
+    to_sample, of_prompts = logits[:num_samples], logits[num_samples:]
+    processed, raised = process(to_sample, plan.sampling, plan.history)
+    tokens = sample(processed, plan.sampling, plan.sample_indices, plan.history)
+    token_ids = tokens.cpu().numpy()
+    return StepResult(
+        token_ids,
+        logprobs=token_logprobs(to_sample, plan.sampling, token_ids),
+        prompt_logprobs=logprobs_of(of_prompts, scores.token_ids, scores.num_top) if scores else (),
+        failures=failures(token_ids, raised),
+    )
 
 
 def _first_tokens(num_tokens: int) -> StepPlan:

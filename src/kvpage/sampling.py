@@ -1,12 +1,12 @@
 """How the next token is chosen: the parameters of a request, and the choice for a whole batch.
 
-The order of the steps is the usual one: rules and penalties (see `logits`), temperature, min-p,
-top-k, top-p, then one draw. The draw needs a single uniform number per row, a pure function of the
-request's seed and of the token's index, so a seed gives the same numbers alone, in any batch, and
-after preemption.
+The order of the steps: the request's own processors, rules and penalties (see `logits`),
+temperature, min-p, top-k, top-p, then one draw (see `draw`). A draw needs a single uniform number
+per row, a pure function of the request's seed and of the token's index, so a seed gives the same
+numbers alone, in any batch, and after preemption.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -14,17 +14,24 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvpage.errors import RequestError
-from kvpage.logits import History, Penalties, Processor, TokenRules, apply_penalties, apply_rules
+from kvpage.draw import NO_TOKEN, Cuts, draw, most_likely
+from kvpage.errors import RequestError, StepFailed
+from kvpage.logits import (
+    History,
+    Penalties,
+    Processor,
+    TokenRules,
+    apply_penalties,
+    apply_processors,
+    apply_rules,
+)
 
 if TYPE_CHECKING:
     import torch
 
-LOOKS = (64, 1024)
-"""How many of the largest logits are looked at before a whole vocabulary is sorted."""
-
-RUN = 256
-"""Tokens whose weights are summed before the sums are accumulated."""
+PART_BYTES = 4 * 2**20
+"""Logits that are worked on at once on a CPU: more would leave its caches, and freshly allocated
+memory costs more than all arithmetic here, while so much is kept for reuse."""
 
 LARGEST = float(np.finfo(np.float32).max)
 """Columns of numbers are float32: anything larger would be infinite."""
@@ -139,8 +146,11 @@ class SamplingParams:
         bad_words: texts that must not be generated.
         logprobs: report the log-probability of each token and of so many most likely ones; 0
             reports the token's own; None reports nothing. Taken before any of the changes above.
+        prompt_logprobs: the same for each token of the prompt, reported with the first generated
+            token. The whole prompt is computed for it, whatever the prefix cache has.
         logits_processors: callables `(token_ids int64[1, t], logits float32[1, vocabulary]) ->
-            logits`; transformers' `LogitsProcessor` objects have this form.
+            logits`, called in order before all other changes; transformers' `LogitsProcessor`
+            objects have this form. One that raises ends its own request only.
 
     Raises:
         RequestError: a value is out of range; the sentence names it.
@@ -171,6 +181,7 @@ class SamplingParams:
     )
     bad_words: tuple[str, ...] = attrs.field(default=(), converter=_one_or_many, validator=_texts)
     logprobs: int | None = attrs.field(default=None, validator=_integer(0, optional=True))
+    prompt_logprobs: int | None = attrs.field(default=None, validator=_integer(0, optional=True))
     logits_processors: tuple[Processor, ...] = attrs.field(
         default=(), converter=_several, validator=_callables
     )
@@ -211,6 +222,7 @@ class SamplingRows:
         seed: `uint64[n]`.
         penalties: of the n rows.
         penalised: `bool[n]`, which of them have any.
+        changed: `bool[n]`, which of them have penalties or rules.
         needs_history: `bool[n]`, whose penalties or rules look at the tokens so far.
         logprobs: `int64[n]`, how many of the most likely tokens to report; -1 reports nothing.
         rules: `object[n]`, a row's `TokenRules` or None.
@@ -223,6 +235,7 @@ class SamplingRows:
     seed: npt.NDArray[np.uint64]
     penalties: Penalties
     penalised: npt.NDArray[np.bool_]
+    changed: npt.NDArray[np.bool_]
     needs_history: npt.NDArray[np.bool_]
     logprobs: npt.NDArray[np.int64]
     rules: npt.NDArray[np.object_]
@@ -237,6 +250,7 @@ class SamplingRows:
             np.zeros(num_rows, np.float32),
             np.zeros(num_rows, np.uint64),
             Penalties.none(num_rows),
+            np.zeros(num_rows, np.bool_),
             np.zeros(num_rows, np.bool_),
             np.zeros(num_rows, np.bool_),
             np.full(num_rows, -1, np.int64),
@@ -256,6 +270,7 @@ class SamplingRows:
         self.penalties.presence[row] = params.presence_penalty
         self.penalties.frequency[row] = params.frequency_penalty
         self.penalised[row] = params.penalised
+        self.changed[row] = params.penalised or rules is not None
         self.needs_history[row] = params.penalised or (rules is not None and rules.needs_history)
         self.logprobs[row] = -1 if params.logprobs is None else min(params.logprobs, _MANY)
         self.rules[row] = rules
@@ -270,15 +285,16 @@ class SamplingRows:
             self.seed[rows],
             self.penalties.take(rows),
             self.penalised[rows],
+            self.changed[rows],
             self.needs_history[rows],
             self.logprobs[rows],
             self.rules[rows],
         )
 
 
-@attrs.frozen(eq=False)
+@attrs.frozen
 class Logprobs:
-    """Log-probabilities of one generated token and of the most likely ones in its place.
+    """Log-probabilities of one token and of the most likely ones in its place.
 
     Attributes:
         own: of the token itself.
@@ -308,6 +324,27 @@ def _mix(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return z ^ (z >> np.uint64(31))
 
 
+def process(
+    logits: "torch.Tensor", rows: SamplingRows, history: History | None
+) -> tuple["torch.Tensor", dict[int, StepFailed]]:
+    """Apply the requests' own processors.
+
+    Args:
+        logits: `[n, vocabulary]`, any float type; not changed.
+        rows: the parameters of the n rows.
+        history: holds every row that has processors.
+
+    Returns:
+        The logits to sample from, the same tensor if no row has a processor, and for each row whose
+        processor raised what its request fails by. Nothing can be sampled from such a row.
+    """
+    processors = {row: rule.processors for row, rule in _ruled(rows) if rule.processors}
+    if not processors or history is None:
+        return logits, {}
+    processed = logits.float().clone()
+    return processed, apply_processors(processed, processors, history)
+
+
 def sample(
     logits: "torch.Tensor",
     rows: SamplingRows,
@@ -318,27 +355,48 @@ def sample(
 
     Args:
         logits: `[n, vocabulary]`, any float type; not changed.
-        rows: the parameters of the n rows.
+        rows: the parameters of the n rows; their processors have been applied, see `process`.
         indices: `int64[n]`, how many tokens each request has generated so far.
         history: holds every row that `needs_history`.
 
     Returns:
-        `int64[n]` token ids on the device of `logits`.
+        `int64[n]` token ids on the device of `logits`; `draw.NO_TOKEN` for a row whose largest
+        logit is not finite, as when everything is forbidden.
     """
     import torch
 
-    logits = _adjusted(logits, rows, indices, history)
-    random_rows = np.flatnonzero(rows.temperature > 0)
-    tokens = logits.argmax(dim=-1)
-    if len(random_rows):
-        chosen = torch.from_numpy(random_rows).to(logits.device)
-        drawn = _draw(logits[chosen].float(), rows.take(random_rows), indices[random_rows])
-        tokens[chosen] = drawn
+    points = torch.from_numpy(uniforms(rows.seed, indices)).to(logits.device)
+    tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+    for part in _parts(rows, logits):
+        chosen = torch.from_numpy(part).to(logits.device)
+        some, of_part = logits.index_select(0, chosen), rows.take(part)
+        if of_part.changed.any():
+            some = some.float()
+            _change(some, of_part, indices[part], history.among(part) if history else None)
+        if of_part.temperature[0] == 0:
+            tokens[chosen] = most_likely(some)
+        else:
+            cuts = _cuts(of_part, some)
+            tokens[chosen] = draw(some.float(), cuts, points[chosen][:, None])
     return tokens
 
 
+def failures(
+    token_ids: npt.NDArray[np.int64], raised: Mapping[int, StepFailed]
+) -> dict[int, StepFailed]:
+    """What the requests of those rows fail by from which `sample` could choose nothing."""
+    return {
+        row: raised.get(row)
+        or StepFailed(
+            "there is no token to choose: the request forbids every one, or the model gave logits "
+            "that are not finite"
+        )
+        for row in np.flatnonzero(token_ids == NO_TOKEN).tolist()
+    }
+
+
 def token_logprobs(
-    logits: "torch.Tensor", rows: SamplingRows, tokens: "torch.Tensor"
+    logits: "torch.Tensor", rows: SamplingRows, token_ids: npt.NDArray[np.int64]
 ) -> list[Logprobs | None]:
     """Log-probabilities where they were asked for, from the model's own logits `[n, vocabulary]`.
 
@@ -351,129 +409,86 @@ def token_logprobs(
     if not len(asked):
         return []
     found: list[Logprobs | None] = [None] * len(rows.logprobs)
-    chosen = torch.from_numpy(asked).to(logits.device)
-    logprobs = logits[chosen].float().log_softmax(dim=-1)
-    own = logprobs.gather(1, tokens[chosen][:, None])[:, 0].tolist()
-    width = int(min(rows.logprobs.max(), logits.shape[-1]))
-    values, ids = (part.tolist() for part in logprobs.topk(width, dim=-1))
-    for i, row in enumerate(asked.tolist()):
-        top = list(zip(ids[i], values[i], strict=True))[: rows.logprobs[row]]
-        found[row] = Logprobs(own[i], tuple(top))
+    chosen = logits.index_select(0, torch.from_numpy(asked).to(logits.device))
+    logprobs = logprobs_of(chosen, token_ids[asked], rows.logprobs[asked])
+    for row, of_row in zip(asked.tolist(), logprobs, strict=True):
+        found[row] = of_row
     return found
 
 
-def _adjusted(
+def logprobs_of(
+    logits: "torch.Tensor", token_ids: npt.NDArray[np.int64], num_top: npt.NDArray[np.int64]
+) -> list[Logprobs]:
+    """Log-probabilities of given tokens and of the most likely ones.
+
+    Args:
+        logits: `[n, vocabulary]`, any float type.
+        token_ids: `int64[n]`.
+        num_top: `int64[n]`, how many of the most likely ones to report.
+    """
+    import torch
+
+    found = []
+    width = min(int(num_top.max(initial=0)), logits.shape[-1])
+    tokens = torch.from_numpy(token_ids.clip(min=0)).to(logits.device)
+    at_once = _rows_at_once(logits)
+    for start in range(0, len(logits), at_once):
+        end = start + at_once
+        logprobs = logits[start:end].float().log_softmax(dim=-1)
+        own = logprobs.gather(1, tokens[start:end, None]).squeeze(1).tolist()
+        values, ids = (part.tolist() for part in logprobs.topk(width, dim=-1))
+        for i, number in enumerate(num_top[start:end].tolist()):
+            top = tuple(zip(ids[i][:number], values[i][:number], strict=True))
+            found.append(Logprobs(own[i], top))
+    return found
+
+
+def _ruled(rows: SamplingRows) -> Iterator[tuple[int, TokenRules]]:
+    """The rows that have rules."""
+    changed = np.flatnonzero(rows.changed).tolist()
+    return ((row, rows.rules[row]) for row in changed if rows.rules[row] is not None)
+
+
+def _rows_at_once(logits: "torch.Tensor") -> int:
+    if logits.device.type != "cpu":
+        return max(1, len(logits))
+    return max(1, PART_BYTES // (4 * logits.shape[-1]))
+
+
+def _parts(rows: SamplingRows, logits: "torch.Tensor") -> Iterator[npt.NDArray[np.int64]]:
+    """All rows, in parts whose rows need the same work."""
+    drawn = rows.temperature > 0
+    cut_by_k = (rows.top_k > 0) & (rows.top_k < logits.shape[-1])
+    kinds = drawn * (1 + 4 * cut_by_k + 2 * (rows.top_p < 1)) + 8 * rows.changed
+    order = np.argsort(kinds, kind="stable")
+    at_once = _rows_at_once(logits)
+    for group in np.split(order, np.flatnonzero(np.diff(kinds[order])) + 1):
+        for start in range(0, len(group), at_once):
+            yield group[start : start + at_once]
+
+
+def _cuts(rows: SamplingRows, logits: "torch.Tensor") -> Cuts:
+    """The cuts of one part, on the device."""
+    import torch
+
+    def column(values: npt.NDArray[Any]) -> "torch.Tensor":
+        return torch.from_numpy(values).to(logits.device)[:, None]
+
+    return Cuts(
+        temperature=column(rows.temperature),
+        min_p=column(rows.min_p) if rows.min_p.any() else None,
+        top_k=column(rows.top_k) if 0 < rows.top_k[0] < logits.shape[-1] else None,
+        top_p=column(rows.top_p) if rows.top_p[0] < 1 else None,
+    )
+
+
+def _change(
     logits: "torch.Tensor",
     rows: SamplingRows,
     indices: npt.NDArray[np.int64],
     history: History | None,
-) -> "torch.Tensor":
-    """Logits after rules and penalties; the same tensor where no row has any."""
-    import torch
-
-    ruled = [row for row, rule in enumerate(rows.rules) if rule is not None]
-    if not ruled and not rows.penalised.any():
-        return logits
-    logits = logits.to(torch.float32, copy=True)
-    apply_rules(logits, {row: rows.rules[row] for row in ruled}, indices, history)
+) -> None:
+    """Apply rules and penalties to the rows of one part, in place."""
+    apply_rules(logits, dict(_ruled(rows)), indices, history)
     if history is not None and rows.penalised.any():
         apply_penalties(logits, rows.penalties, history)
-    return logits
-
-
-def _draw(
-    logits: "torch.Tensor", rows: SamplingRows, indices: npt.NDArray[np.int64]
-) -> "torch.Tensor":
-    """Sample every row. `logits` is scratch: `float32[n, vocabulary]`, changed."""
-    import torch
-
-    device = logits.device
-    logits.div_(torch.from_numpy(rows.temperature).to(device)[:, None])
-    logits.sub_(logits.amax(dim=-1, keepdim=True))  # the most likely token has weight exp(0) = 1
-    if (rows.min_p > 0).any():
-        with np.errstate(divide="ignore"):  # no min_p is log 0: nothing lies below it
-            least = torch.from_numpy(np.log(rows.min_p))
-        logits.masked_fill_(logits < least.to(device)[:, None], -torch.inf)
-    points = torch.from_numpy(uniforms(rows.seed, indices)).to(device)
-    tokens = torch.empty(len(logits), dtype=torch.int64, device=device)
-    cut = (rows.top_k > 0) | (rows.top_p < 1)
-    if not cut.all():
-        free = torch.from_numpy(np.flatnonzero(~cut)).to(device)
-        tokens[free] = _draw_from_all(logits[free], points[free])
-    if cut.any():
-        _draw_from_top(logits, rows, points, tokens)
-    return tokens
-
-
-def _draw_from_all(logits: "torch.Tensor", points: "torch.Tensor") -> "torch.Tensor":
-    """Invert the cumulative distribution at `points`: first the run of tokens, then the token.
-
-    One pass over the vocabulary in float32; only the sums of runs are accumulated in float64.
-    """
-    import torch
-
-    padding = -logits.shape[-1] % RUN
-    weights = torch.nn.functional.pad(logits.exp_(), (0, padding)).view(len(logits), -1, RUN)
-    upto = weights.sum(dim=-1).double().cumsum(dim=-1)
-    targets = points[:, None] * upto[:, -1:]
-    run = torch.searchsorted(upto, targets, right=True).clamp_(max=upto.shape[-1] - 1)
-    within = weights.gather(1, run[:, :, None].expand(-1, -1, RUN))[:, 0].double().cumsum(dim=-1)
-    before = torch.where(run > 0, upto.gather(1, (run - 1).clamp_(min=0)), 0.0)
-    offset = torch.searchsorted(within, targets - before, right=True)
-    # Rounding may point past the last token of the run that has any weight.
-    last = torch.searchsorted(within, within[:, -1:].contiguous())
-    return (run * RUN + torch.minimum(offset, last)).squeeze(1)
-
-
-def _draw_from_top(
-    logits: "torch.Tensor", rows: SamplingRows, points: "torch.Tensor", tokens: "torch.Tensor"
-) -> None:
-    """Sample the rows with top-k or top-p; enters their tokens in `tokens`.
-
-    Sorting a whole vocabulary is slow, and the few tokens that matter are nearly always among the
-    largest. So the largest few are looked at first, and only a row which they do not decide is
-    looked at again with more.
-    """
-    import torch
-
-    device, vocabulary = logits.device, logits.shape[-1]
-    top_k = torch.from_numpy(np.where(rows.top_k > 0, rows.top_k, vocabulary)).to(device)
-    top_p = torch.from_numpy(rows.top_p).to(device)
-    left = torch.from_numpy(np.flatnonzero((rows.top_k > 0) | (rows.top_p < 1))).to(device)
-    for width in (*LOOKS, vocabulary):
-        chosen, decided = _draw_among(
-            logits[left], min(width, vocabulary), top_k[left], top_p[left], points[left]
-        )
-        tokens[left] = chosen
-        left = left[~decided]
-        if not len(left):
-            return
-
-
-def _draw_among(
-    logits: "torch.Tensor",
-    width: int,
-    top_k: "torch.Tensor",
-    top_p: "torch.Tensor",
-    points: "torch.Tensor",
-) -> tuple["torch.Tensor", "torch.Tensor"]:
-    """Draw from the `width` largest; tokens, and a mask of the rows for which these suffice."""
-    import torch
-
-    values, ids = logits.topk(width, dim=-1)
-    rank = torch.arange(width, device=logits.device)
-    values.masked_fill_(rank >= top_k[:, None], -torch.inf)
-    # top-p counts probabilities after top-k: tokens that were cut have none.
-    inside = values.logsumexp(dim=-1)
-    total = torch.where(top_k <= width, inside, logits.logsumexp(dim=-1))
-    probabilities = (values - total[:, None]).exp_()
-    upto = probabilities.cumsum(dim=-1)
-    probabilities.masked_fill_((upto - probabilities >= top_p[:, None]) & (rank > 0), 0.0)
-    # With a top-k beyond `width` the probabilities above are too small to decide by.
-    unlimited = top_k >= logits.shape[-1]
-    decided = (top_k <= width) | (unlimited & (upto[:, -1] >= top_p))
-    # In the order of ids, so that a near tie of two ranks cannot swap what a seed means.
-    ids, order = ids.sort(dim=-1)
-    cumulative = probabilities.gather(1, order).double().cumsum(dim=-1)
-    drawn = torch.searchsorted(cumulative, points[:, None] * cumulative[:, -1:], right=True)
-    return ids.gather(1, drawn.clamp_(max=width - 1)).squeeze(1), decided

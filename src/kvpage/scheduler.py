@@ -7,7 +7,7 @@ to zero, known stays (Yu et al., Orca, OSDI 2022; Agrawal et al., Sarathi-Serve,
 """
 
 from bisect import insort
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 import attrs
 import numpy as np
@@ -17,7 +17,7 @@ from kvpage.batch import RunningBatch
 from kvpage.block_manager import BlockManager
 from kvpage.blocks import BlockId, PoolStatistics
 from kvpage.errors import AllocatorFault, OutgrewPool, OutOfBlocks, RequestFailed
-from kvpage.plan import StepPlan, StepResult
+from kvpage.plan import PromptScores, StepPlan, StepResult
 from kvpage.prefix import BlockKey
 from kvpage.sampling import Logprobs
 from kvpage.sequence import FinishReason, Sequence, SequenceState
@@ -50,12 +50,26 @@ class StepOutcome:
         token_ids: one new token for each.
         finish_reasons: `"stop"`, `"length"` or None for each.
         logprobs: for each, where its request asked; empty where none did.
+        failures: sequences that are over since no token could be chosen for them.
     """
 
     sequences: list[Sequence]
     token_ids: list[int]
     finish_reasons: list[FinishReason | None]
     logprobs: Collection[Logprobs | None] = ()
+    failures: tuple[tuple[Sequence, RequestFailed], ...] = ()
+
+    def without(self, failures: Mapping[int, RequestFailed]) -> "StepOutcome":
+        """The same, but the sequences at these places have failed."""
+        kept = [place for place in range(len(self.sequences)) if place not in failures]
+        logprobs = list(self.logprobs)
+        return StepOutcome(
+            [self.sequences[place] for place in kept],
+            [self.token_ids[place] for place in kept],
+            [self.finish_reasons[place] for place in kept],
+            [logprobs[place] for place in kept] if logprobs else (),
+            tuple((self.sequences[place], error) for place, error in failures.items()),
+        )
 
 
 class Scheduler:
@@ -139,13 +153,17 @@ class Scheduler:
         batch.num_computed[plan.rows] += plan.query_lens
         if self._blocks.prefix_cache:
             self._publish(plan)
+        if plan.prompt_scores is not None:
+            self._note_prompt_logprobs(plan.prompt_scores, result.prompt_logprobs)
         stopped, full = batch.append(plan.sample_rows, result.token_ids)
         sequences = [batch.sequences[row] for row in plan.sample_rows.tolist()]
         reasons: list[FinishReason | None] = [None] * len(sequences)
+        stopped[list(result.failures)] = True
         for i in np.flatnonzero(stopped | full).tolist():
             reasons[i] = "stop" if stopped[i] else "length"
             self._leave_batch(sequences[i], SequenceState.FINISHED)
-        return StepOutcome(sequences, result.token_ids.tolist(), reasons, result.logprobs)
+        outcome = StepOutcome(sequences, result.token_ids.tolist(), reasons, result.logprobs)
+        return outcome.without(result.failures) if result.failures else outcome
 
     def abandon(self, plan: StepPlan) -> list[Sequence]:
         """End every sequence of a step that failed; returns them."""
@@ -177,6 +195,12 @@ class Scheduler:
         unused = self._blocks.capacity_tokens[self._rows] - self._batch.num_computed[self._rows]
         used = self._blocks.statistics().used_blocks * self._blocks.geometry.block_size
         return int(used - unused.sum())
+
+    def _note_prompt_logprobs(self, scores: PromptScores, logprobs: Collection[Logprobs]) -> None:
+        for row, of_token in zip(scores.rows.tolist(), logprobs, strict=True):
+            sequence = self._batch.sequences[row]
+            sequence.prompt_logprobs.append(of_token)
+            self._batch.scored_tokens[row] = sequence.scored_tokens
 
     # -- room ----------------------------------------------------------------------------------
 
@@ -288,8 +312,12 @@ class Scheduler:
         """Keys of the full blocks of a waiting sequence that may be in the cache."""
         if sequence.prefix_keys is None or not self._blocks.prefix_cache:
             return []
-        # The last token is always computed, since its logits are needed.
-        num_blocks = (len(sequence.tokens) - 1) // self._blocks.geometry.block_size
+        # The last token is always computed, since its logits are needed; so are those of tokens
+        # that give log-probabilities of the prompt.
+        needless = len(sequence.tokens) - 1
+        if sequence.scored_tokens < sequence.prompt_tokens - 1:
+            needless = sequence.scored_tokens
+        num_blocks = needless // self._blocks.geometry.block_size
         return sequence.prefix_keys.first(num_blocks, sequence.tokens)
 
     def _count_prefix(self, sequence: Sequence, computed: int) -> None:
@@ -338,6 +366,31 @@ class Scheduler:
             sample_indices=batch.num_tokens[sample_rows] - batch.prompt_tokens[sample_rows],
             sampling=sampling,
             history=batch.history(sample_rows, sampling),
+            prompt_scores=self._prompt_scores(rows, query_lens, computed),
+        )
+
+    def _prompt_scores(
+        self,
+        rows: npt.NDArray[np.int64],
+        query_lens: npt.NDArray[np.int64],
+        computed: npt.NDArray[np.int64],
+    ) -> PromptScores | None:
+        """Which tokens of the step give log-probabilities of their prompt's next token."""
+        batch = self._batch
+        first = np.maximum(batch.scored_tokens[rows], computed)
+        counts = np.minimum(computed + query_lens, batch.prompt_tokens[rows] - 1) - first
+        wanted = np.flatnonzero(counts > 0)
+        if not len(wanted):
+            return None
+        chosen, counts = rows[wanted], counts[wanted]
+        starts = (np.cumsum(query_lens) - query_lens - computed)[wanted]
+        of_token, positions = _expand(chosen, counts, first[wanted])
+        sequences = [batch.sequences[row] for row in chosen.tolist()]
+        return PromptScores(
+            tokens=np.repeat(starts, counts) + positions,
+            rows=of_token,
+            token_ids=batch.tokens[of_token, positions + 1].astype(np.int64),
+            num_top=np.repeat([s.params.prompt_logprobs for s in sequences], counts),
         )
 
     def _spend_budget(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:

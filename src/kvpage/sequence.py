@@ -10,7 +10,7 @@ import numpy.typing as npt
 from kvpage.blocks import SequenceId
 from kvpage.logits import TokenRules
 from kvpage.prefix import PrefixKeys
-from kvpage.sampling import SamplingParams
+from kvpage.sampling import Logprobs, SamplingParams
 
 FinishReason = Literal["stop", "length"]
 
@@ -48,6 +48,8 @@ class Sequence:
         row: its row in the running batch; -1 when it does not run.
         num_preemptions: how often it lost its blocks.
         cached_tokens: prompt tokens that the prefix cache gave at the first admission.
+        prompt_logprobs: of the prompt's second token, its third, and so on, as far as they are
+            known and its parameters ask for them.
     """
 
     id: SequenceId
@@ -66,6 +68,17 @@ class Sequence:
     row: int = -1
     num_preemptions: int = 0
     cached_tokens: int = 0
+    prompt_logprobs: list[Logprobs] = attrs.field(factory=list)
+
+    @property
+    def scored_tokens(self) -> int:
+        """The first so many tokens need not be computed for the sake of prompt log-probabilities.
+
+        (A token's logits score the token after it, so the prompt's last never need be.)
+        """
+        if self.params.prompt_logprobs is None:
+            return self.prompt_tokens - 1
+        return len(self.prompt_logprobs)
 
     @property
     def urgency(self) -> tuple[int, int]:

@@ -57,6 +57,8 @@ class Token:
         index: 0 for the first generated token.
         logprob: its log-probability, if the request asked.
         top_logprobs: `(token id, log-probability)` of the likeliest tokens, if the request asked.
+        prompt_logprobs: on the first token, if the request asked: one for each token of the prompt,
+            None for its first.
         finish_reason: on the last token `"stop"` or `"length"`, else None.
         usage: on the last token.
         timings: on the last token.
@@ -67,6 +69,7 @@ class Token:
     index: int
     logprob: float | None = None
     top_logprobs: tuple[tuple[int, float], ...] = ()
+    prompt_logprobs: tuple[Logprobs | None, ...] = ()
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
     timings: Timings | None = None
@@ -82,6 +85,8 @@ class Completion:
         finish_reason: `"stop"` or `"length"`.
         usage: token counts.
         timings: seconds.
+        logprobs: one for each generated token, if the request asked.
+        prompt_logprobs: one for each token of the prompt, None for its first, if the request asked.
     """
 
     text: str
@@ -89,6 +94,8 @@ class Completion:
     finish_reason: FinishReason
     usage: Usage
     timings: Timings
+    logprobs: tuple[Logprobs, ...] = ()
+    prompt_logprobs: tuple[Logprobs | None, ...] = ()
 
 
 @attrs.frozen
@@ -108,12 +115,14 @@ class SampledToken:
         id: the token.
         text: its text, where the engine had to decode it to look for stop strings.
         logprobs: where the request asked.
+        prompt_logprobs: on the first token, where the request asked.
         end: on the last token.
     """
 
     id: int
     text: str | None = None
     logprobs: Logprobs | None = None
+    prompt_logprobs: tuple[Logprobs | None, ...] = ()
     end: End | None = None
 
 
@@ -298,6 +307,7 @@ class TokenStream(AsyncIterator[Token]):
             index=index,
             logprob=logprobs.own if logprobs else None,
             top_logprobs=logprobs.top if logprobs else (),
+            prompt_logprobs=sampled.prompt_logprobs,
             finish_reason=end.finish_reason if end else None,
             usage=end.usage if end else None,
             timings=end.timings if end else None,
