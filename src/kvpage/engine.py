@@ -30,6 +30,7 @@ from kvpage.engine_thread import (
 )
 from kvpage.errors import EngineClosed
 from kvpage.imports import import_model_libraries
+from kvpage.latencies import Latencies
 from kvpage.plan import Runner
 from kvpage.plugins import build_allocator, check_allocator_spec
 from kvpage.prefix import ChainedKeys
@@ -224,6 +225,10 @@ class AsyncEngine:
     def stats(self) -> EngineStatistics:
         """The snapshot taken after the last step. Never waits."""
         return self._thread.statistics
+
+    def latencies(self) -> Latencies:
+        """Histograms of how long things took since the engine was started. Never waits."""
+        return self._thread.latencies
 
     async def block_map(self) -> BlockMap:
         """Who holds which block, as it is between two steps.

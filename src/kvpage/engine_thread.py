@@ -18,6 +18,7 @@ import attrs
 from kvpage.admission import AdmissionGate, Post
 from kvpage.blocks import PoolGeometry, SequenceId
 from kvpage.errors import EngineBroken, EngineClosed, RequestFailed, StepFailed
+from kvpage.latencies import Latencies
 from kvpage.plan import Runner, StepPlan
 from kvpage.sampling import Logprobs
 from kvpage.scheduler import Schedule, Scheduler, StepOutcome
@@ -44,6 +45,7 @@ class Request:
     stops: StopStrings | None = None
     scheduled_at: float | None = None
     first_token_at: float | None = None
+    last_token_at: float = 0.0
 
 
 @attrs.frozen
@@ -89,6 +91,7 @@ class EngineThread:
 
     Attributes:
         statistics: the snapshot after the last step or message.
+        latencies: how long things took so far.
         broken_by: the exception that ended the thread, if one did.
     """
 
@@ -100,6 +103,7 @@ class EngineThread:
         geometry: PoolGeometry,
     ) -> None:
         self.broken_by: BaseException | None = None
+        self.latencies = Latencies()
         self._ended = False
         self._scheduler = scheduler
         self._runner = runner
@@ -201,12 +205,14 @@ class EngineThread:
         self._wake_readers()
 
     def _execute(self, plan: StepPlan) -> None:
+        started = time.perf_counter()
         try:
             result = self._runner.execute(plan)
         except Exception as error:
             self._fail_step(plan, error)
             return
         self._steps += 1
+        self.latencies.step.observe(time.perf_counter() - started)
         self._deliver(self._scheduler.update(plan, result))
 
     def _note(self, schedule: Schedule) -> None:
@@ -215,6 +221,7 @@ class EngineThread:
             request: Request = sequence.request
             if request.scheduled_at is None:
                 request.scheduled_at = now
+                self.latencies.queue.observe(now - request.submitted_at)
                 self._gate.scheduled()
         for sequence, error in schedule.failures:
             self._fail(sequence.request, error)
@@ -231,8 +238,12 @@ class EngineThread:
             prompt_logprobs: tuple[Logprobs | None, ...] = ()
             if request.first_token_at is None:
                 request.first_token_at = now
+                self.latencies.first_token.observe(now - request.submitted_at)
                 if sequence.params.prompt_logprobs is not None:
                     prompt_logprobs = (None, *sequence.prompt_logprobs)
+            else:
+                self.latencies.inter_token.observe(now - request.last_token_at)
+            request.last_token_at = now
             if reason is None and logprob is None and request.stops is None and not prompt_logprobs:
                 self._put(request.mailbox, token_id)
             else:
@@ -260,6 +271,7 @@ class EngineThread:
         self._put(request.mailbox, attrs.evolve(token, text=text, end=end))
         if end is not None:
             self._finished += 1
+            self.latencies.request.observe(end.timings.total_s)
             self._forget(request)
 
     def _put(self, mailbox: Mailbox, item: MailItem) -> None:
