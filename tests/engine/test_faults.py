@@ -29,7 +29,14 @@ from kvpage.plan import StepPlan, StepResult
 from kvpage.testing import undisturbed
 from tests.engine.conftest import Run
 from tests.engine.runners import GEOMETRY, CharacterTokenizer, GatedRunner
-from tests.engine.scenes import Scene, check_generates, check_nothing_left, fake_engine, scene
+from tests.engine.scenes import (
+    Scene,
+    check_generates,
+    check_nothing_left,
+    fake_engine,
+    scene,
+    until,
+)
 
 PROMPT = [1, 2, 3]
 Outcome = list[int] | KvpageError
@@ -162,6 +169,25 @@ def test_a_broken_engine_tells_everybody(run: Run) -> None:
                 await at.engine.idle()
         assert runner.closed
         assert at.engine.stats().pool.used_blocks == 0
+
+    run(main)
+
+
+def test_a_broken_engine_tells_who_waits_for_admission(run: Run) -> None:
+    """A request that was not accepted yet hears of the end as well."""
+
+    async def main() -> None:
+        async with scene(TalkativeRunner(free_steps=0), max_num_seqs=1, max_waiting=1) as at:
+
+            async def expect_broken() -> None:
+                with pytest.raises(EngineBroken):
+                    await at.engine.complete(PROMPT)
+
+            async with anyio.create_task_group() as tasks:
+                for _ in range(4):
+                    tasks.start_soon(expect_broken)
+                await until(lambda: len(at.engine._gate._waiters) >= 2)
+                at.let_go()
 
     run(main)
 

@@ -9,6 +9,9 @@ import anyio
 import pytest
 
 from kvpage import EngineClosed, SamplingParams, TokenStream
+from kvpage.admission import post_to_current_loop
+from kvpage.stream import Mailbox, OpenRequest
+from tests.engine.conftest import Run
 from tests.engine.scenes import BACKENDS, Scene, check_nothing_left, scene, until
 
 LEFT = "the one that is left"
@@ -152,7 +155,7 @@ async def while_it_waits_for_admission(leave: Leave) -> None:
 
         async with at.engine.generate([1]), at.engine.generate([2]):
             await leave_beside_others(at, leave, arrive)
-        await check_left(at)
+        await check_left(at, cancelled=2)
 
 
 async def while_it_queues(leave: Leave) -> None:
@@ -160,13 +163,13 @@ async def while_it_queues(leave: Leave) -> None:
 
         async def arrive() -> None:
             await at.runner.gate.held()
-            while at.engine.stats().num_waiting == 0:
+            while (at.engine.stats().num_running, at.engine.stats().num_waiting) != (1, 1):
                 at.runner.gate.allow()
                 await at.runner.gate.held()
 
         async with at.engine.generate([1]):
             await leave_beside_others(at, leave, arrive)
-        await check_left(at)
+        await check_left(at, cancelled=2)
 
 
 async def leave_beside_others(at: Scene, leave: Leave, arrive: Arrive) -> None:
@@ -177,13 +180,13 @@ async def between_chunks_of_its_prompt(leave: Leave) -> None:
     async with scene(free_steps=1, max_batch_tokens=4) as at:
         prompt = list(range(12))
         await leave(at, lambda: at.engine.generate(prompt, request_id=LEFT), at.runner.gate.held)
-        await check_left(at)
+        await check_left(at, cancelled=1)
 
 
 async def while_it_decodes(leave: Leave) -> None:
     async with scene(free_steps=1) as at:
         await leave(at, lambda: at.engine.generate([1, 2, 3], request_id=LEFT), at.runner.gate.held)
-        await check_left(at)
+        await check_left(at, cancelled=1)
 
 
 async def in_the_step_that_finishes_it(leave: Leave) -> None:
@@ -194,7 +197,7 @@ async def in_the_step_that_finishes_it(leave: Leave) -> None:
             lambda: at.engine.generate([1, 2, 3], params, request_id=LEFT),
             at.runner.gate.held,
         )
-        await check_left(at)
+        await check_left(at, finished=1)
 
 
 async def after_it_finished_unread(leave: Leave) -> None:
@@ -205,15 +208,18 @@ async def after_it_finished_unread(leave: Leave) -> None:
             await until(lambda: at.engine.stats().requests_finished == 1)
 
         await leave(at, lambda: at.engine.generate([1, 2, 3], params, request_id=LEFT), arrive)
-        await check_left(at)
+        await check_left(at, finished=1)
 
 
-async def check_left(at: Scene) -> None:
-    """Nothing is left of the stream, whether or not the engine was closed."""
+async def check_left(at: Scene, *, cancelled: int = 0, finished: int = 0) -> None:
+    """Nothing is left of the stream, and that is not because it ran to its end."""
     at.let_go()
-    if at.runner.closed:
-        assert at.engine.stats().pool.used_blocks == 0
-    else:
+    if not at.runner.closed:
+        await at.engine.idle()
+    stats = at.engine.stats()
+    assert stats.pool.used_blocks == 0
+    if not at.runner.closed:
+        assert (stats.requests_cancelled, stats.requests_finished) == (cancelled, finished)
         await check_nothing_left(at.engine, LEFT)
 
 
@@ -344,3 +350,25 @@ def test_a_stream_is_submitted_once(backend: str) -> None:
             assert at.engine.stats().requests_finished == 1
 
     anyio.run(main, backend=backend)
+
+
+def test_closing_too_late_to_stop_the_submission_cancels_it(run: Run) -> None:
+    """A stream that is closed in the very moment that its request is accepted ends the request."""
+    cancelled: list[bool] = []
+
+    async def main() -> None:
+        accepted = anyio.Event()
+
+        async def submit() -> OpenRequest:
+            await accepted.wait()
+            return OpenRequest(Mailbox(post_to_current_loop()), lambda: cancelled.append(True))
+
+        stream = TokenStream(submit, None)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(read_to_end, stream)
+            await anyio.wait_all_tasks_blocked()
+            accepted.set()
+            await stream.aclose()
+
+    run(main)
+    assert cancelled == [True]
