@@ -199,7 +199,8 @@ def _seen(
         `float32[k]`.
     """
     position = np.arange(history.tokens.shape[1])
-    known = position < history.num_tokens[:, None]
+    # Some models have embeddings for tokens that they cannot generate.
+    known = (position < history.num_tokens[:, None]) & (history.tokens < vocabulary)
     generated = position >= history.prompt_tokens[:, None]
     places = history.rows[:, None] * vocabulary + history.tokens
     # In one sort of numbers: equal places come together, each with its last bit to count.
@@ -245,6 +246,11 @@ def _process(
     scores = logits[row : row + 1].clone()
     for processor in processors:
         scores = processor(token_ids, scores)
+        if not isinstance(scores, torch.Tensor) or scores.shape != (1, logits.shape[1]):
+            raise ValueError(
+                f"it has to return logits [1, {logits.shape[1]}], "
+                f"got {getattr(scores, 'shape', scores)!r}"
+            )
     logits[row] = scores[0]
 
 
