@@ -1,4 +1,9 @@
-"""Ends a text where a stop string begins, without showing any of it."""
+"""Ends a text where a stop string begins, without showing any of it.
+
+The text that has a stop string in it ends where the stop string begins that was complete first; of
+several that end in the same place, the longest. So the output depends on the text alone, not on how
+it was cut into tokens.
+"""
 
 from collections.abc import Sequence
 
@@ -11,7 +16,7 @@ class StopStrings:
     Args:
         detokenizer: of this output; owned by the stop strings from now on.
         stops: texts that end the output; none is empty.
-        min_tokens: tokens that come before any end.
+        min_tokens: a stop string counts if it is complete after so many tokens only.
     """
 
     def __init__(
@@ -22,6 +27,7 @@ class StopStrings:
         self._min_tokens = min_tokens
         self._num_tokens = 0
         self._held = ""
+        self._immune = 0  # characters of `_held` that came too early to end anything
 
     def push(self, token_id: int, *, last: bool = False) -> tuple[str, bool]:
         """Add a token.
@@ -38,9 +44,8 @@ class StopStrings:
         if last:
             self._held += self._detokenizer.finish()
         if self._num_tokens <= self._min_tokens:
-            return self._release(len(self._held)), False
-        found = [self._held.find(stop) for stop in self._stops]
-        begins = min((place for place in found if place >= 0), default=None)
+            self._immune = len(self._held)
+        begins = self._first_stop()
         if begins is not None:
             return self._release(begins), True
         held_back = 0 if last else self._possible_beginning()
@@ -48,7 +53,17 @@ class StopStrings:
 
     def _release(self, length: int) -> str:
         text, self._held = self._held[:length], self._held[length:]
+        self._immune = max(0, self._immune - length)
         return text
+
+    def _first_stop(self) -> int | None:
+        """Where the first complete stop string of the held text begins."""
+        found = []
+        for stop in self._stops:
+            begins = self._held.find(stop, max(0, self._immune - len(stop) + 1))
+            if begins >= 0:
+                found.append((begins + len(stop), begins))
+        return min(found)[1] if found else None
 
     def _possible_beginning(self) -> int:
         """Length of the longest tail of the held text with which a stop string begins."""
