@@ -89,14 +89,29 @@ class EngineModel:
     def encode_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Token ids of texts, each as the first word of a text and as a later one.
 
+        A spelling with a token that the model does not know is left out: it cannot be generated.
+
         Raises:
-            RequestError: there is no tokenizer, or a word has no tokens.
+            RequestError: there is no tokenizer, or a word cannot be encoded, or has no tokens.
         """
         if words and self.tokenizer is None:
             raise RequestError("this engine has no tokenizer: bad_words needs one")
-        spelled = [text for word in words for text in (word, f" {word.lstrip()}")]
-        encoded = [self.tokenizer(t, add_special_tokens=False)["input_ids"] for t in spelled]
-        return tuple({tuple(ids) for ids in encoded if len(ids)})
+        encoded = {ids for word in words for ids in self._spellings(word)}
+        return tuple(ids for ids in encoded if max(ids) < self.vocab_size)
+
+    def _spellings(self, word: str) -> list[tuple[int, ...]]:
+        try:
+            encoded = [
+                tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+                for text in (word, f" {word.lstrip()}")
+            ]
+        except Exception as error:  # a tokenizer raises whatever it likes
+            raise RequestError(
+                f"the bad word {word!r} cannot be encoded: {type(error).__name__}: {error}"
+            ) from error
+        if not all(encoded):
+            raise RequestError(f"the bad word {word!r} has no tokens")
+        return encoded
 
     def _ids(self, prompt: Prompt) -> Any:
         if not isinstance(prompt, Sequence | np.ndarray) or isinstance(prompt, bytes):
@@ -170,11 +185,13 @@ def prepare(
     stop_token_ids = params.stop_token_ids
     if not params.ignore_eos:
         stop_token_ids = (*model.eos_token_ids, *stop_token_ids)
+    max_total_tokens = _max_total_tokens(len(tokens), params.max_tokens, geometry)
+    _check_room(len(tokens), params.min_tokens, max_total_tokens)
     sequence = EngineSequence(
         id=number,
         tokens=tokens,
         prompt_tokens=len(tokens),
-        max_total_tokens=_max_total_tokens(len(tokens), params.max_tokens, geometry),
+        max_total_tokens=max_total_tokens,
         params=params,
         seed=secrets.randbits(64) if params.seed is None else params.seed,
         rules=_rules(params, stop_token_ids, model),
@@ -206,6 +223,14 @@ def _max_total_tokens(prompt_tokens: int, max_tokens: int | None, geometry: Pool
     return prompt_tokens + max_tokens
 
 
+def _check_room(prompt_tokens: int, min_tokens: int, limit: int) -> None:
+    if prompt_tokens + min_tokens > limit:
+        raise RequestTooLong(
+            f"the prompt has {prompt_tokens} tokens and min_tokens is {min_tokens}: together "
+            f"{prompt_tokens + min_tokens}, and max_model_len is {limit}"
+        )
+
+
 def _check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
     for name, ids in (
         ("stop_token_ids", params.stop_token_ids),
@@ -228,7 +253,8 @@ def _rules(params: SamplingParams, end_ids: Sequence[int], model: EngineModel) -
         else np.unique(np.array(params.allowed_token_ids, np.int64)),
         bad_words=model.encode_words(params.bad_words),
         min_tokens=params.min_tokens,
-        end_ids=np.array(end_ids, np.int64),
+        # A configuration may name an end that the model does not know: it cannot come anyway.
+        end_ids=np.array([token for token in end_ids if 0 <= token < model.vocab_size], np.int64),
         processors=params.logits_processors,
     )
     return rules if rules.change_anything else None
