@@ -66,9 +66,10 @@ class StopStrings:
         return min(found)[1] if found else None
 
     def _possible_beginning(self) -> int:
-        """Length of the longest tail of the held text with which a stop string begins."""
+        """Length of the longest tail of the held text that could become a stop string."""
         longest = max(len(stop) for stop in self._stops) - 1
         for length in range(min(longest, len(self._held)), 0, -1):
-            if any(stop.startswith(self._held[-length:]) for stop in self._stops):
+            tail = self._held[-length:]
+            if any(len(stop) > length and stop.startswith(tail) for stop in self._stops):
                 return length
         return 0

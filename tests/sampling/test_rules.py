@@ -182,11 +182,11 @@ def test_histories_of_different_lengths_do_not_mix() -> None:
 def test_tokens_that_a_model_cannot_generate_are_not_penalised() -> None:
     """Some models embed more tokens than they have logits: such a token is no other row's."""
     params = SamplingParams(temperature=0, repetition_penalty=2.0)
-    batch = Batch.of([Request(params, [9]), Request(params, [1])], vocabulary=10)
+    batch = Batch.of([Request(params, [9]), Request(params, [2])], vocabulary=10)
     logits = torch.ones(2, 8)
     assert batch.history is not None
     apply_penalties(logits, batch.sampling.penalties, batch.history)
-    assert logits.tolist() == [[1.0] * 8, [1.0, 0.5, *[1.0] * 6]]
+    assert logits.tolist() == [[1.0] * 8, [1.0, 1.0, 0.5, *[1.0] * 5]]
 
 
 def test_a_bad_word_longer_than_the_text_does_no_harm() -> None:

@@ -62,10 +62,12 @@ def test_the_output_is_the_text_before_the_first_stop_string(
 
 
 @settings(max_examples=500, deadline=None)
-@given(some_pieces, some_stops)
-def test_nothing_is_held_longer_than_needed(pieces: list[str], stops: list[str]) -> None:
+@given(some_pieces, some_stops, st.integers(0, 6))
+def test_nothing_is_held_longer_than_needed(
+    pieces: list[str], stops: list[str], min_tokens: int
+) -> None:
     """While a text goes on, exactly what may begin a stop string is held back, nothing else."""
-    shown, stopped = pushes(pieces, stops, ends=False)
+    shown, stopped = pushes(pieces, stops, min_tokens=min_tokens, ends=False)
     if not stopped:
         text = "".join(pieces)
         held = longest_beginning(text, stops)
