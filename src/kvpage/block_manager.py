@@ -106,6 +106,10 @@ class BlockManager:
         """Blocks that are kept for reuse, the least recently used first."""
         return tuple(self._cached)
 
+    def num_held(self, prefix: Sequence[BlockKey]) -> int:
+        """How many blocks an admission with this prefix would share with running sequences."""
+        return sum(self._references[block] > FREE for block in self._match(prefix))
+
     def admit(
         self,
         seq: SequenceId,
@@ -253,6 +257,11 @@ class BlockManager:
                 self._published[key.digest] = block
                 self._keys[block] = key
 
+    def forget(self, blocks: Iterable[BlockId]) -> None:
+        """The content of these used blocks was lost: no other sequence may share them."""
+        for block in blocks:
+            self._unpublish(block)
+
     def take_copies(self) -> npt.NDArray[np.int64]:
         """Pairs `int64[C, 2]` of blocks (from, to) to copy before the next step computes.
 
@@ -355,7 +364,7 @@ class BlockManager:
             try:
                 return call()
             except OutOfBlocks as signal:
-                if not self._evict(max(1, signal.needed - signal.available)):
+                if not self._evict(signal.missing):
                     raise
             except Exception as error:
                 raise AllocatorFault(
@@ -399,7 +408,7 @@ class BlockManager:
         for extent in grant.extents:
             if not isinstance(extent, Extent):
                 raise AllocatorFault(self._name, f"granted {extent!r}, which is not an Extent")
-            if extent.num_blocks > self.geometry.num_blocks:  # before it is written out
+            if not 1 <= extent.num_blocks <= self.geometry.num_blocks:  # before it is written out
                 raise AllocatorFault(
                     self._name,
                     f"granted {extent.num_blocks} blocks of a pool of {self.geometry.num_blocks}",

@@ -95,9 +95,11 @@ class OutOfBlocks(Exception):  # noqa: N818
     Attributes:
         needed: blocks that the request needs.
         available: blocks that could be granted to it.
+        missing: how many more would have to be free, at least 1.
     """
 
     def __init__(self, needed: int, available: int) -> None:
         super().__init__(f"{needed} blocks needed, {available} available")
         self.needed = needed
         self.available = available
+        self.missing = max(1, needed - available)

@@ -166,10 +166,18 @@ class Scheduler:
         return outcome.without(result.failures) if result.failures else outcome
 
     def abandon(self, plan: StepPlan) -> list[Sequence]:
-        """End every sequence of a step that failed; returns them."""
+        """End every sequence of a step that failed; returns them.
+
+        Its copies may not have been made: what they were to fill is computed again.
+        """
         sequences = [self._batch.sequences[row] for row in plan.rows.tolist()]
+        not_copied = plan.copies[:, 1]
+        self._blocks.forget(BlockId(block) for block in not_copied.tolist())
         for sequence in sequences:
             self.cancel(sequence)
+        damaged = np.isin(self._blocks.tables[self._rows], not_copied).any(axis=1)
+        for sequence in [self._running[i] for i in np.flatnonzero(damaged).tolist()]:
+            self._preempt(sequence)
         return sequences
 
     def pool_statistics(self) -> PoolStatistics:
@@ -272,11 +280,6 @@ class Scheduler:
 
     def _admit(self, sequence: Sequence) -> int:
         """Move the head of the queue into the batch; returns how many tokens are computed."""
-        num_tokens = len(sequence.tokens)
-        needed = self._blocks.geometry.blocks_for(num_tokens)
-        available = self._blocks.available_blocks
-        if self._running and needed + self._watermark_blocks > available:
-            raise OutOfBlocks(needed + self._watermark_blocks, available)
         row = self._batch.next_row
         assert row is not None
         computed = self._place(sequence, row)
@@ -293,11 +296,20 @@ class Scheduler:
         num_tokens, max_tokens = len(sequence.tokens), sequence.max_total_tokens
         parent = sequence.fork_of
         if parent is not None and self._can_fork(parent, sequence):
+            self._keep_watermark(num_tokens, (num_tokens - 1) // self._blocks.geometry.block_size)
             return self._blocks.fork(parent.id, sequence.id, row, num_tokens, max_tokens=max_tokens)
         prefix = self._prefix(sequence)
+        self._keep_watermark(num_tokens, self._blocks.num_held(prefix))
         return self._blocks.admit(
             sequence.id, row, num_tokens, max_tokens=max_tokens, prefix=prefix
         )
+
+    def _keep_watermark(self, num_tokens: int, num_held: int) -> None:
+        """Refuse room that those who run may need; `num_held` of the blocks are theirs anyway."""
+        needed = self._blocks.geometry.blocks_for(num_tokens) - num_held + self._watermark_blocks
+        available = self._blocks.available_blocks
+        if self._running and needed > available:
+            raise OutOfBlocks(needed, available)
 
     def _can_fork(self, parent: Sequence, sequence: Sequence) -> bool:
         """Does `parent` hold K and V of the prompt, and has `sequence` not gone its own way yet?"""

@@ -237,7 +237,7 @@ LIES: dict[str, tuple[Callable[[Grant], Any], str]] = {
     "twice": (_more(Extent(BlockId(60), 1), Extent(BlockId(60), 1)), "a block twice"),
     "pairs": (_more((1, 2)), "which is not an Extent"),
     "words": (_more(Extent(cast("BlockId", "one"), 1)), "cannot be read"),
-    "fractions": (_more(Extent(BlockId(9), cast("int", 0.5))), "cannot be read"),
+    "fractions": (_more(Extent(BlockId(9), cast("int", 0.5))), "granted 0.5 blocks of a pool"),
     "nothing": (lambda _: Grant(cast("tuple[Extent, ...]", None)), "cannot be read"),
     "too little": (lambda _: Grant(), "made room for .* tokens where .* were asked"),
     "foreign move": (_moving((TAKEN, 60)), "not all of them blocks of the sequence"),

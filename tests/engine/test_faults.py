@@ -111,9 +111,6 @@ def test_a_running_request_outside_the_failed_step_goes_on(run: Run) -> None:
     run(main)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="blocks whose copy was lost with their step are still published"
-)
 def test_a_failed_step_leaves_nothing_false_in_the_prefix_cache(run: Run) -> None:
     """Blocks that a failed step should have copied are not shared as if they had been."""
 
