@@ -33,14 +33,14 @@ _SETTINGS: tuple[tuple[str, Any, str], ...] = (
 """Attributes of a configuration that rule a model out when they have this value."""
 
 _DRAFTER = "it drafts for another model, whose K and V it reads"
-_OWN_POSITIONS = "it numbers positions from its padding token on, whatever it is told"
+_OWN_POSITIONS = "it numbers positions from its padding token on, not from 0"
 
 _MODEL_TYPES: Mapping[str, str] = {
     "blt": "it computes on patches of bytes that it cuts anew for every text",
     "camembert": _OWN_POSITIONS,
     "data2vec-text": _OWN_POSITIONS,
     "doge": "it weighs keys by a mask that it computes from V",
-    "gemma3n": "its towers for images and sound are not tested; its text model, gemma3n_text, is",
+    "gemma3n": "its parts for images and sound are not tested; gemma3n_text, without them, is",
     "gemma4_assistant": _DRAFTER,
     "gemma4_unified_assistant": _DRAFTER,
     "git": "its attention does not go through transformers' AttentionInterface",
@@ -69,10 +69,10 @@ def reasons_to_refuse(config: Any, model_class: Any) -> Iterator[str]:
     for layer_type in sorted(set(getattr(text, "layer_types", None) or ()) - PAGED_LAYER_TYPES):
         what = _OTHER_LAYER_TYPES.get(layer_type, "are of a kind that kvpage does not know")
         yield f"its layers of type {layer_type!r} {what}"
-    # Decoders that were never encoders have the one flag or the other, for what it is worth.
+    yield from _reasons_of_class(model_class)
+    # Some decoders that were never encoders have one of these two attributes, none has both.
     if hasattr(text, "add_cross_attention") and getattr(text, "is_decoder", True) is False:
         yield "it is an encoder unless its configuration says is_decoder"
-    yield from _reasons_of_class(model_class)
 
 
 def _reasons_of_class(model_class: Any) -> Iterator[str]:
