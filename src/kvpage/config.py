@@ -117,6 +117,7 @@ class EngineConfig:
         when_busy: `"wait"`: `generate` waits for a place in the queue; `"raise"`: it raises
             `EngineBusy`.
         prefix_cache: share the blocks of equal prefixes, where the strategy can share.
+        cuda_graphs: capture decode steps as CUDA graphs, on a GPU with the Triton kernel.
         attention: the kernel; `"auto"` takes Triton on a GPU and numba on a CPU.
         plugins: objects or modules with a `kvpage_allocators` hook, beside the installed ones.
     """
@@ -130,6 +131,7 @@ class EngineConfig:
     max_waiting: int = attrs.field(default=1024, validator=_at_least_one)
     when_busy: WhenBusy = attrs.field(default="wait", validator=_one_of(get_args(WhenBusy)))
     prefix_cache: bool = True
+    cuda_graphs: bool = True
     attention: Attention = attrs.field(default="auto", validator=_one_of(get_args(Attention)))
     plugins: Sequence[object] = attrs.field(default=(), converter=tuple)
 

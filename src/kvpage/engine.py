@@ -296,15 +296,16 @@ class AsyncEngine:
         effective, geometry = config.resolve(
             bytes_per_token=model.bytes_per_token,
             model_max_len=model.max_len,
-            default_kv_bytes=default_cpu_kv_bytes(),
+            default_kv_bytes=_default_kv_bytes(model, config),
         )
         kernels = config.attention
         backend = default_backend(model.device.type) if kernels == "auto" else kernels
-        effective = attrs.evolve(effective, attention=backend)
+        graphs = _graph_options(config) if _captures(model, config, backend) else None
+        effective = attrs.evolve(effective, attention=backend, cuda_graphs=graphs is not None)
         about = EngineModel(
             name, model.vocab_size, model.eos_token_ids, tokenizer, model.default_params
         )
-        runner = ModelRunner(model, geometry, backend)
+        runner = ModelRunner(model, geometry, backend, graphs=graphs)
         runner.warm_up()
         self._start(runner, geometry, about, effective)
 
@@ -376,3 +377,25 @@ class OpeningEngine:
     async def _open(self) -> AsyncEngine:
         # Left alone on cancellation: the engine is dropped, and so closed, when it is complete.
         return await anyio.to_thread.run_sync(self._load, abandon_on_cancel=True)
+
+
+def _default_kv_bytes(model: Any, config: EngineConfig) -> int:
+    if config.kv_memory is not None or model.device.type != "cuda":
+        return default_cpu_kv_bytes()
+    from kvpage.gpu_memory import gpu_kv_bytes
+
+    return gpu_kv_bytes(
+        model, max_batch_tokens=config.max_batch_tokens, max_num_seqs=config.max_num_seqs
+    )
+
+
+def _captures(model: Any, config: EngineConfig, backend: str) -> bool:
+    """Can decode steps be captured, and were they asked to be?"""
+    return config.cuda_graphs and backend == "triton" and model.device.type == "cuda"
+
+
+def _graph_options(config: EngineConfig) -> Any:
+    from kvpage.kernels.graphs import CudaRecorder
+    from kvpage.runner import GraphOptions
+
+    return GraphOptions(config.max_num_seqs, CudaRecorder)

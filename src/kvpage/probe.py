@@ -45,11 +45,15 @@ _PLACES = (3, 0, 5, 2)
 
 @attrs.frozen
 class LayerShape:
-    """The K and V of one token in one layer: `num_kv_heads * (key_dim + value_dim)` numbers."""
+    """The K and V of one token in one layer: `num_kv_heads * (key_dim + value_dim)` numbers.
+
+    Each KV head serves `group_size` query heads.
+    """
 
     num_kv_heads: int
     key_dim: int
     value_dim: int
+    group_size: int
 
 
 @attrs.frozen(eq=False)
@@ -63,7 +67,9 @@ class _Call:
 
     @property
     def shape(self) -> LayerShape:
-        return LayerShape(self.k.shape[1], self.k.shape[2], self.v.shape[2])
+        num_kv_heads, key_dim = self.k.shape[1:]
+        group_size = self.q.shape[1] // num_kv_heads
+        return LayerShape(num_kv_heads, key_dim, self.v.shape[2], group_size)
 
 
 class _Witness:

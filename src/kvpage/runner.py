@@ -1,11 +1,17 @@
 """Executes step plans on a model: copy, compute, sample."""
 
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import attrs
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from kvpage.blocks import PoolGeometry
 from kvpage.kernels import BackendName, attention_backend
+from kvpage.kernels.graphs import DecodeGraphs, DecodeInputs, DecodeLimits, DecodeStep, Recorder
 from kvpage.kernels.work import AttentionBatch
 from kvpage.model import KVPools, PagedModel
 from kvpage.plan import StepPlan, StepResult
@@ -18,8 +24,26 @@ from kvpage.sampling import (
     token_logprobs,
 )
 
+logger = logging.getLogger("kvpage")
+
 WARM_UP_TOKENS = 8
 """Enough for a chunk to take the kernels' way for chunks."""
+
+SHARED_TABLES = 4
+"""Decode steps whose tables are longer than so many pools together run without a graph."""
+
+
+@attrs.frozen
+class GraphOptions:
+    """How decode steps are captured.
+
+    Attributes:
+        max_sequences: the largest step to capture.
+        make_recorder: what captures; `CudaRecorder` on a GPU.
+    """
+
+    max_sequences: int
+    make_recorder: Callable[[], Recorder]
 
 
 class ModelRunner:
@@ -29,11 +53,21 @@ class ModelRunner:
         model: the model.
         geometry: blocks to make room for.
         backend: which attention kernels.
+        graphs: captures decode steps for quick replay; None runs every step as it comes.
     """
 
-    def __init__(self, model: PagedModel, geometry: PoolGeometry, backend: BackendName) -> None:
+    def __init__(
+        self,
+        model: PagedModel,
+        geometry: PoolGeometry,
+        backend: BackendName,
+        *,
+        graphs: GraphOptions | None = None,
+    ) -> None:
         self._model = model
-        self._block_size = geometry.block_size
+        self._geometry = geometry
+        self._graph_options = graphs
+        self._graphs: DecodeGraphs | None = None
         self._pools = KVPools(
             model.layers,
             geometry.num_slots,
@@ -43,35 +77,99 @@ class ModelRunner:
         )
 
     def warm_up(self) -> None:
-        """Compile what is compiled at the first use: a decode step and a chunk, on the first block.
+        """Compile what is compiled at the first use, then capture graphs.
 
-        Call it before the first step; what it writes is written again before it is read.
+        Runs a decode step and a chunk, and on a GPU one sequence long enough that its keys are
+        split. Call it before the first step: it writes to the first blocks of the pool.
         """
-        for num_tokens in {1, min(WARM_UP_TOKENS, self._block_size)}:
-            self.execute(_first_tokens(num_tokens))
+        longest = self._geometry.max_model_len
+        sizes = {1, WARM_UP_TOKENS, self._split_keys + 1} if self._on_gpu else {1, WARM_UP_TOKENS}
+        for num_tokens in sorted(min(size, longest) for size in sizes):
+            self.execute(first_tokens(num_tokens, self._geometry.block_size))
+            self.execute(first_tokens(num_tokens, self._geometry.block_size, num_queries=1))
+        if self._graph_options is not None:
+            self._graphs = self._captured(self._graph_options)
 
     def execute(self, plan: StepPlan) -> StepResult:
         """See `Runner.execute`."""
-        device = self._model.device
+        block_size = self._geometry.block_size
         if len(plan.copies):
-            self._pools.copy_blocks(torch.from_numpy(plan.copies).to(device), self._block_size)
+            self._pools.copy_blocks(self._upload(plan.copies), block_size)
         batch = AttentionBatch(
-            plan.block_tables, plan.rows, plan.query_lens, plan.kv_lens, self._block_size
+            plan.block_tables, plan.rows, plan.query_lens, plan.kv_lens, block_size
         )
-        logits = self._model.logits(
-            torch.from_numpy(plan.token_ids).to(device),
-            torch.from_numpy(plan.positions).to(device),
-            self._pools.step(batch, torch.from_numpy(plan.slots).to(device)),
-            torch.from_numpy(_kept_tokens(plan)).to(device),
-        )
+        logits = self._replayed(plan, batch)
+        if logits is None:
+            logits = self._computed(plan, batch)
         return _result(logits, plan)
 
     def close(self) -> None:
         """Drop pools and model; on a GPU their memory goes back to the device."""
-        device = self._model.device
-        del self._pools, self._model
-        if device.type == "cuda":
+        on_gpu = self._on_gpu
+        del self._graphs, self._pools, self._model
+        if on_gpu:
             torch.cuda.empty_cache()
+
+    @property
+    def _on_gpu(self) -> bool:
+        return self._model.device.type == "cuda"
+
+    @property
+    def _split_keys(self) -> int:
+        """Keys at which a decoding sequence is cut into parallel parts, in the finest layer."""
+        from kvpage.kernels.paged_attention import decode_split
+
+        return decode_split(min(shape.group_size for shape in self._model.layers))
+
+    def _upload(self, array: npt.NDArray[Any]) -> torch.Tensor:
+        """To the device; from pinned memory, a copy that the host does not wait for."""
+        tensor = torch.from_numpy(array)
+        if not self._on_gpu:
+            return tensor
+        return tensor.pin_memory().to(self._model.device, non_blocking=True)
+
+    def _computed(self, plan: StepPlan, batch: AttentionBatch) -> torch.Tensor:
+        """Logits of the step's kept tokens, kernel by kernel."""
+        return self._model.logits(
+            self._upload(plan.token_ids),
+            self._upload(plan.positions),
+            self._pools.step(batch, self._upload(plan.slots)),
+            self._upload(_kept_tokens(plan)),
+        )
+
+    def _replayed(self, plan: StepPlan, batch: AttentionBatch) -> torch.Tensor | None:
+        """The same from a captured graph; None unless the step is pure decoding and fits one."""
+        if self._graphs is None or len(plan.token_ids) > len(plan.rows):
+            return None
+        step = DecodeStep(plan.token_ids, plan.positions, plan.slots, batch)
+        logits = self._graphs.run(step)
+        return None if logits is None else logits[self._upload(_kept_tokens(plan))]
+
+    def _captured(self, options: GraphOptions) -> DecodeGraphs | None:
+        """Graphs for every batch size; None if the model cannot be captured."""
+        geometry = self._geometry
+        blocks_per_sequence = geometry.blocks_for(geometry.max_model_len)
+        limits = DecodeLimits(
+            max_sequences=options.max_sequences,
+            max_model_len=geometry.max_model_len,
+            block_size=geometry.block_size,
+            split=self._split_keys,
+            # Sequences may share blocks, so their tables together may be longer than the pool.
+            table_entries=min(
+                options.max_sequences * blocks_per_sequence, SHARED_TABLES * geometry.num_blocks
+            ),
+        )
+        try:
+            return DecodeGraphs(self._decode, limits, options.make_recorder(), self._model.device)
+        except RuntimeError as error:  # a family whose forward pass waits for the device
+            logger.warning("decode steps run without graphs: %s", error)
+            return None
+
+    def _decode(self, inputs: DecodeInputs) -> torch.Tensor:
+        """What a graph repeats: logits of all tokens of a decode step."""
+        every = torch.arange(len(inputs.token_ids), device=self._model.device)
+        step = self._pools.step(inputs.batch, inputs.slots)
+        return self._model.logits(inputs.token_ids, inputs.positions, step, every)
 
 
 def _kept_tokens(plan: StepPlan) -> npt.NDArray[np.int64]:
@@ -96,20 +194,24 @@ def _result(logits: torch.Tensor, plan: StepPlan) -> StepResult:
     )
 
 
-def _first_tokens(num_tokens: int) -> StepPlan:
-    """A step over the first tokens of a sequence that holds block 0."""
+def first_tokens(num_tokens: int, block_size: int, *, num_queries: int | None = None) -> StepPlan:
+    """A step over the last `num_queries` (None: all) of the first tokens of a sequence.
+
+    The sequence holds the first blocks of the pool in order.
+    """
+    num_queries = num_tokens if num_queries is None else num_queries
     one = np.ones(1, np.int32)
-    positions = np.arange(num_tokens)
+    positions = np.arange(num_tokens - num_queries, num_tokens)
     return StepPlan(
         rows=np.zeros(1, np.int32),
-        query_lens=one * num_tokens,
+        query_lens=one * num_queries,
         kv_lens=one * num_tokens,
-        token_ids=np.zeros(num_tokens, np.int64),
+        token_ids=np.zeros(num_queries, np.int64),
         positions=positions,
         slots=positions,
-        block_tables=np.zeros((1, 1), np.int32),
+        block_tables=np.arange(-(-num_tokens // block_size), dtype=np.int32)[None],
         copies=np.empty((0, 2), np.int64),
-        sample_tokens=np.array([num_tokens - 1]),
+        sample_tokens=np.array([num_queries - 1]),
         sample_rows=np.zeros(1, np.int64),
         sample_indices=np.zeros(1, np.int64),
         sampling=SamplingRows.empty(1),
