@@ -220,3 +220,10 @@ def test_any_number_of_rows(num_rows: int) -> None:
     logits = torch.eye(5)[:num_rows]
     rows = rows_of([SamplingParams(temperature=0)] * num_rows)
     assert sample(logits, rows, np.zeros(num_rows, np.int64)).tolist() == list(range(num_rows))
+
+
+@pytest.mark.parametrize(("top_p", "expected"), [(0.5, {0, 1}), (0.500001, {0, 1, 2}), (0.25, {0})])
+def test_top_p_keeps_the_fewest_tokens_that_reach_it(top_p: float, expected: set[int]) -> None:
+    """Of four equal tokens, exactly half are two."""
+    points = np.linspace(0, 0.999, 50)
+    assert set(drawn_at(torch.zeros(1, 4), Cut(top_p=top_p), points).tolist()) == expected

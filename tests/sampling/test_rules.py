@@ -285,3 +285,23 @@ def test_logits_that_are_no_numbers_spoil_their_own_row_only(
     tokens = next_tokens(logits, requests)
     assert tokens[0] == NO_TOKEN
     assert 0 <= tokens[1] < VOCABULARY
+
+
+def test_rules_find_their_rows_among_others() -> None:
+    """Rows that are drawn and rows that are not, with and without rules, in any order."""
+    waits = SamplingParams(temperature=0, min_tokens=2)
+    repeats = SamplingParams(temperature=0, frequency_penalty=2.0)
+    drawn = SamplingParams(top_k=1)
+    logits = torch.tensor([[0.0, 1.0, 0.5, 1.5]])
+    expected = [
+        (Request(drawn), 3),
+        (Request(repeats, output=[3]), 1),
+        (Request(waits, output=[1]), 1),
+        (Request(waits, output=[1, 1]), 3),
+        (Request(SamplingParams(temperature=0)), 3),
+        (Request(repeats, output=[3, 1]), 2),
+        (Request(SamplingParams(top_k=1, repetition_penalty=2.0), prompt=[3]), 1),
+    ]
+    for shift in range(len(expected)):
+        requests, tokens = zip(*expected[shift:], *expected[:shift], strict=True)
+        assert next_tokens(logits.repeat(len(requests), 1), requests) == list(tokens)
