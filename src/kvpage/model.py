@@ -197,12 +197,13 @@ def share_model(model: Any) -> PagedModel:
 
 def _eos_token_ids(module: Any) -> tuple[int, ...]:
     """End-of-text tokens; the generation configuration beats the model's own."""
-    generation = getattr(module, "generation_config", None)
-    ids = getattr(generation, "eos_token_id", None)
-    if ids is None:
-        ids = getattr(module.config, "eos_token_id", None)
-    if ids is None:
-        return ()
+    sources = (
+        getattr(module, "generation_config", None),
+        module.config,
+        text_config(module.config),
+    )
+    named = (getattr(source, "eos_token_id", None) for source in sources)
+    ids = next((each for each in named if each is not None), ())
     return tuple(ids) if isinstance(ids, (list, tuple)) else (int(ids),)
 
 
