@@ -33,7 +33,7 @@ from kvpage.errors import (
 )
 from kvpage.hookspecs import hookimpl
 from kvpage.plugins import InstalledAllocator, installed_allocators
-from kvpage.sampling import SamplingParams
+from kvpage.sampling import Logprobs, SamplingParams
 from kvpage.stats import BlockMap, EngineStatistics, SequenceBlocks
 from kvpage.stream import Completion, Timings, Token, TokenStream, Usage
 
@@ -60,6 +60,7 @@ __all__ = [
     "InstalledAllocator",
     "KVMemory",
     "KvpageError",
+    "Logprobs",
     "OutOfBlocks",
     "OutgrewPool",
     "PluginError",
