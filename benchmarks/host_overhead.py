@@ -27,10 +27,11 @@ from kvpage.batch import RunningBatch
 from kvpage.block_manager import BlockManager
 from kvpage.blocks import BlockId, PoolGeometry, SequenceId
 from kvpage.config import DEFAULT_BLOCK_SIZE
-from kvpage.engine_thread import Close, EngineThread, Request, Submit
+from kvpage.engine_thread import Close, EngineThread, Submit
 from kvpage.errors import OutOfBlocks
 from kvpage.plan import StepPlan, StepResult
 from kvpage.plugins import AllocatorSpec, build_allocator
+from kvpage.request import OpenChoice, Request
 from kvpage.sampling import SamplingParams
 from kvpage.scheduler import Scheduler
 from kvpage.sequence import Sequence
@@ -154,7 +155,9 @@ def engine_cost(allocator: str, num_seqs: int, steps: int) -> StepCost:
         gate.try_enter(str(number))
         mailbox = Mailbox(lambda callback: callback())
         sequence = new_sequence(number, max_tokens)
-        thread.post(Submit(Request(str(number), sequence, mailbox, perf_counter())))
+        thread.post(
+            Submit(Request(str(number), (OpenChoice(0, sequence),), mailbox, perf_counter()))
+        )
     thread.start()
     runner.done.wait()
     thread.post(Close("now"))

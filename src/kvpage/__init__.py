@@ -35,7 +35,7 @@ from kvpage.hookspecs import hookimpl
 from kvpage.plugins import InstalledAllocator, installed_allocators
 from kvpage.sampling import Logprobs, SamplingParams
 from kvpage.stats import BlockMap, EngineStatistics, SequenceBlocks
-from kvpage.stream import Completion, Timings, Token, TokenStream, Usage
+from kvpage.stream import Choice, Completion, Timings, Token, TokenStream, Usage
 
 __version__ = "0.1.0"
 
@@ -47,6 +47,7 @@ __all__ = [
     "AsyncEngine",
     "BlockId",
     "BlockMap",
+    "Choice",
     "Completion",
     "ConfigError",
     "DuplicateRequest",

@@ -17,14 +17,13 @@ import attrs
 from kvpage.admission import AdmissionGate, post_to_current_loop
 from kvpage.batch import RunningBatch
 from kvpage.block_manager import BlockManager
-from kvpage.blocks import PoolGeometry, SequenceId
+from kvpage.blocks import PoolGeometry
 from kvpage.config import EngineConfig, default_cpu_kv_bytes
 from kvpage.engine_thread import (
     Cancel,
     Close,
     EngineThread,
     MapBlocks,
-    Request,
     Submit,
     WhenIdle,
 )
@@ -34,8 +33,8 @@ from kvpage.latencies import Latencies
 from kvpage.plan import Runner
 from kvpage.plugins import build_allocator, check_allocator_spec
 from kvpage.prefix import ChainedKeys
-from kvpage.request import EngineModel, PreparedRequest, Prompt, prepare
-from kvpage.sampling import Logprobs, SamplingParams
+from kvpage.request import EngineModel, OpenChoice, Prompt, Request, prepare
+from kvpage.sampling import MAX_CHOICES, SamplingParams
 from kvpage.scheduler import Scheduler
 from kvpage.stats import BlockMap, EngineStatistics
 from kvpage.stream import Completion, Mailbox, OpenRequest, TokenStream
@@ -168,9 +167,9 @@ class AsyncEngine:
             The stream. Iterating it may raise `RequestError` (nothing was done), `RequestFailed`
             (this request only), `EngineBusy`, `EngineClosed` or `EngineBroken`.
         """
-        number = SequenceId(next(self._numbers))
+        number = next(self._numbers)
         chosen = params or self.model.default_params
-        keys = ChainedKeys(self.geometry.block_size, secret=self._secret, salt=salt)
+        new_keys = partial(ChainedKeys, self.geometry.block_size, secret=self._secret, salt=salt)
         prepare_request = partial(
             prepare,
             prompt,
@@ -178,18 +177,18 @@ class AsyncEngine:
             number=number,
             model=self.model,
             geometry=self.geometry,
-            prefix_keys=keys if self.config.prefix_cache else None,
+            new_keys=new_keys if self.config.prefix_cache else None,
             priority=priority,
         )
-        name = request_id if request_id is not None else f"kvpage-{number}"
+        name = request_id if request_id is not None else f"kvpage-{number // MAX_CHOICES}"
 
         async def submit() -> OpenRequest:
             self._thread.check_alive()
             # A prompt may take seconds; who leaves meanwhile does not wait for its encoding.
-            prepared = await anyio.to_thread.run_sync(prepare_request, abandon_on_cancel=True)
-            return await self._submit(name, prepared)
+            choices = await anyio.to_thread.run_sync(prepare_request, abandon_on_cancel=True)
+            return await self._submit(name, choices)
 
-        return TokenStream(submit, self.model.detokenizer())
+        return TokenStream(submit, self.model.detokenizer, chosen.n)
 
     async def complete(
         self,
@@ -204,23 +203,7 @@ class AsyncEngine:
         stream = self.generate(prompt, params, request_id=request_id, priority=priority, salt=salt)
         async with stream:
             tokens = [token async for token in stream]
-        last = tokens[-1]
-        assert last.finish_reason is not None
-        assert last.usage is not None
-        assert last.timings is not None
-        return Completion(
-            text="".join(token.text for token in tokens),
-            token_ids=tuple(token.id for token in tokens),
-            finish_reason=last.finish_reason,
-            usage=last.usage,
-            timings=last.timings,
-            logprobs=tuple(
-                Logprobs(token.logprob, token.top_logprobs)
-                for token in tokens
-                if token.logprob is not None
-            ),
-            prompt_logprobs=tokens[0].prompt_logprobs,
-        )
+        return Completion.of(tokens)
 
     def stats(self) -> EngineStatistics:
         """The snapshot taken after the last step. Never waits."""
@@ -315,7 +298,7 @@ class AsyncEngine:
         self.config = config
         self.geometry = geometry
         self.model = model
-        self._numbers = itertools.count()
+        self._numbers = itertools.count(step=MAX_CHOICES)  # each choice has an id of its own
         self._secret = secrets.token_bytes(32)
         self._gate = AdmissionGate(config.max_waiting)
         allocator = build_allocator(config.allocator, geometry, plugins=config.plugins)
@@ -335,19 +318,18 @@ class AsyncEngine:
 
     # -- submission ----------------------------------------------------------------------------
 
-    async def _submit(self, request_id: str, prepared: PreparedRequest) -> OpenRequest:
+    async def _submit(self, request_id: str, choices: tuple[OpenChoice, ...]) -> OpenRequest:
         if self.config.when_busy == "raise":
             self._gate.try_enter(request_id)
         else:
             await self._gate.enter(request_id)
         # Nothing is awaited from here on, so the place that was taken cannot be lost.
-        thread, number = self._thread, prepared.sequence.id
+        thread = self._thread
         mailbox = Mailbox(post_to_current_loop())
-        request = Request(
-            request_id, prepared.sequence, mailbox, time.perf_counter(), prepared.stops
-        )
+        request = Request(request_id, choices, mailbox, time.perf_counter())
         thread.post(Submit(request))
         thread.check_alive()
+        number = request.number
         return OpenRequest(mailbox, lambda: thread.post(Cancel(number)))
 
 

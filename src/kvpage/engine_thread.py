@@ -20,11 +20,10 @@ from kvpage.blocks import PoolGeometry, SequenceId
 from kvpage.errors import EngineBroken, EngineClosed, RequestFailed, StepFailed
 from kvpage.latencies import Latencies
 from kvpage.plan import Runner, StepPlan
-from kvpage.sampling import Logprobs
+from kvpage.request import OpenChoice, Request
 from kvpage.scheduler import Schedule, Scheduler, StepOutcome
-from kvpage.sequence import FinishReason, Sequence
+from kvpage.sequence import FinishReason
 from kvpage.stats import BlockMap, EngineStatistics, SequenceBlocks
-from kvpage.stop_strings import StopStrings
 from kvpage.stream import End, Mailbox, MailItem, SampledToken, Timings, Usage
 
 logger = logging.getLogger("kvpage")
@@ -32,20 +31,6 @@ logger.addHandler(logging.NullHandler())  # silent unless the host listens
 
 EXIT_GRACE_S = 5.0
 """How long the end of the process waits for the engine to finish its step."""
-
-
-@attrs.define(eq=False)
-class Request:
-    """An open request, in the hands of the engine thread once it is submitted."""
-
-    id: str
-    sequence: Sequence
-    mailbox: Mailbox
-    submitted_at: float
-    stops: StopStrings | None = None
-    scheduled_at: float | None = None
-    first_token_at: float | None = None
-    last_token_at: float = 0.0
 
 
 @attrs.frozen
@@ -57,9 +42,9 @@ class Submit:
 
 @attrs.frozen
 class Cancel:
-    """End this sequence if it has not ended."""
+    """End the request of this number if it has not ended."""
 
-    seq: SequenceId
+    number: SequenceId
 
 
 @attrs.frozen
@@ -174,13 +159,12 @@ class EngineThread:
     def _handle(self, message: Message) -> None:
         match message:
             case Submit(request) if self._closing is None:
-                request.sequence.request = request
-                self._open[request.sequence.id] = request
-                self._scheduler.add(request.sequence)
+                self._open[request.number] = request
+                self._scheduler.add(request.choices[0].sequence)
             case Submit(request):
                 self._refuse(request)
-            case Cancel(seq):
-                self._cancel(seq)
+            case Cancel(number):
+                self._cancel(number)
             case Close(mode):
                 self._closing = mode
                 self._gate.open_wide()
@@ -189,10 +173,9 @@ class EngineThread:
             case MapBlocks(callback):
                 self._call_back(lambda: callback(self._block_map()))
 
-    def _cancel(self, seq: SequenceId) -> None:
-        request = self._open.get(seq)
+    def _cancel(self, number: SequenceId) -> None:
+        request = self._open.get(number)
         if request is not None:
-            self._scheduler.cancel(request.sequence)
             self._cancelled += 1
             self._forget(request)
 
@@ -218,13 +201,13 @@ class EngineThread:
     def _note(self, schedule: Schedule) -> None:
         now = time.perf_counter()
         for sequence in schedule.admitted:
-            request: Request = sequence.request
+            request: Request = sequence.request.request
             if request.scheduled_at is None:
                 request.scheduled_at = now
                 self.latencies.queue.observe(now - request.submitted_at)
                 self._gate.scheduled()
         for sequence, error in schedule.failures:
-            self._fail(sequence.request, error)
+            self._fail(sequence.request.request, error)
 
     def _deliver(self, outcome: StepOutcome) -> None:
         """Put each new token into its reader's mailbox."""
@@ -234,42 +217,58 @@ class EngineThread:
         for sequence, token_id, reason, logprob in zip(
             outcome.sequences, outcome.token_ids, outcome.finish_reasons, logprobs, strict=True
         ):
-            request: Request = sequence.request
-            prompt_logprobs: tuple[Logprobs | None, ...] = ()
-            if request.first_token_at is None:
-                request.first_token_at = now
-                self.latencies.first_token.observe(now - request.submitted_at)
-                if sequence.params.prompt_logprobs is not None:
-                    prompt_logprobs = (None, *sequence.prompt_logprobs)
+            choice: OpenChoice = sequence.request
+            if choice.first_token_at is None:
+                token = self._first_token(choice, SampledToken(token_id, logprobs=logprob), now)
+                self._deliver_more(choice, token, reason, now)
+                continue
+            self.latencies.inter_token.observe(now - choice.last_token_at)
+            choice.last_token_at = now
+            if reason is None and logprob is None and choice.stops is None and choice.index == 0:
+                self._put(choice.request.mailbox, token_id)
             else:
-                self.latencies.inter_token.observe(now - request.last_token_at)
-            request.last_token_at = now
-            if reason is None and logprob is None and request.stops is None and not prompt_logprobs:
-                self._put(request.mailbox, token_id)
-            else:
-                token = SampledToken(token_id, logprobs=logprob, prompt_logprobs=prompt_logprobs)
-                self._deliver_more(request, token, reason, now)
+                token = SampledToken(token_id, logprobs=logprob)
+                self._deliver_more(choice, token, reason, now)
         for sequence, error in outcome.failures:
-            self._fail(sequence.request, error)
+            self._fail(sequence.request.request, error)
+
+    def _first_token(self, choice: OpenChoice, token: SampledToken, now: float) -> SampledToken:
+        """The prompt is computed: the other choices continue from it."""
+        choice.first_token_at = choice.last_token_at = now
+        if choice.index > 0:
+            return token
+        self.latencies.first_token.observe(now - choice.request.submitted_at)
+        for other in choice.request.choices[1:]:
+            self._scheduler.add(other.sequence)
+        if choice.sequence.params.prompt_logprobs is None:
+            return token
+        return attrs.evolve(token, prompt_logprobs=(None, *choice.sequence.prompt_logprobs))
 
     def _deliver_more(
-        self, request: Request, token: SampledToken, reason: FinishReason | None, now: float
+        self, choice: OpenChoice, token: SampledToken, reason: FinishReason | None, now: float
     ) -> None:
-        """A token with log-probabilities, or of a request with stop strings, or the last one."""
+        """A token of which there is more to say than its id."""
+        request = choice.request
+        if request.number not in self._open:  # another choice has failed in this step
+            return
         text = None
-        if request.stops is not None:
+        if choice.stops is not None:
             try:
-                text, stopped = request.stops.push(token.id, last=reason is not None)
+                text, stopped = choice.stops.push(token.id, last=reason is not None)
             except RequestFailed as failure:
-                self._scheduler.cancel(request.sequence)  # unless it has ended by itself
                 self._fail(request, failure)
                 return
             if stopped:
-                self._scheduler.cancel(request.sequence)
+                self._scheduler.cancel(choice.sequence)  # unless it has ended by itself
                 reason = "stop"
-        end = _end(request, reason, now) if reason is not None else None
-        self._put(request.mailbox, attrs.evolve(token, text=text, end=end))
+        end = _end(choice, reason, now) if reason is not None else None
+        self._put(request.mailbox, attrs.evolve(token, choice=choice.index, text=text, end=end))
         if end is not None:
+            self._choice_ended(request, end)
+
+    def _choice_ended(self, request: Request, end: End) -> None:
+        request.num_ended += 1
+        if request.num_ended == len(request.choices):
             self._finished += 1
             self.latencies.request.observe(end.timings.total_s)
             self._forget(request)
@@ -291,7 +290,7 @@ class EngineThread:
     def _cancel_readers(self, post: Post) -> None:
         for request in list(self._open.values()):
             if request.mailbox.post == post:
-                self._cancel(request.sequence.id)
+                self._cancel(request.number)
         self.statistics = self._statistics()
 
     def _fail_step(self, plan: StepPlan, cause: Exception) -> None:
@@ -299,16 +298,20 @@ class EngineThread:
         for sequence in self._scheduler.abandon(plan):
             error = StepFailed(f"a step failed: {type(cause).__name__}: {cause}")
             error.__cause__ = cause
-            self._fail(sequence.request, error)
+            self._fail(sequence.request.request, error)
 
     def _fail(self, request: Request, error: RequestFailed) -> None:
-        self._failed += 1
-        self._put(request.mailbox, error)
-        self._forget(request)
+        """End the whole request; again, for another of its choices, is a no-op."""
+        if request.number in self._open:
+            self._failed += 1
+            self._put(request.mailbox, error)
+            self._forget(request)
 
     def _forget(self, request: Request) -> None:
-        """The request is over: its id and its place in the queue are free."""
-        del self._open[request.sequence.id]
+        """The request is over: its blocks, its id and its place in the queue are free."""
+        del self._open[request.number]
+        for choice in request.choices:
+            self._scheduler.cancel(choice.sequence)
         if request.scheduled_at is None:
             self._gate.scheduled()
         self._gate.leave(request.id)
@@ -383,7 +386,7 @@ class EngineThread:
         return BlockMap(
             self._geometry,
             tuple(
-                SequenceBlocks(sequence.request.id, blocks, num_tokens)
+                SequenceBlocks(_name(sequence.request), blocks, num_tokens)
                 for sequence, blocks, num_tokens in self._scheduler.block_tables()
             ),
             self._scheduler.cached_blocks,
@@ -420,10 +423,16 @@ class _Wake:
             mailbox.wake()
 
 
-def _end(request: Request, reason: FinishReason, now: float) -> End:
-    sequence = request.sequence
+def _name(choice: OpenChoice) -> str:
+    """The request's id, with the number of the choice where there are several."""
+    several = len(choice.request.choices) > 1
+    return f"{choice.request.id}[{choice.index}]" if several else choice.request.id
+
+
+def _end(choice: OpenChoice, reason: FinishReason, now: float) -> End:
+    sequence, request = choice.sequence, choice.request
     scheduled = request.scheduled_at or now
-    first = request.first_token_at or now
+    first = choice.first_token_at or now
     return End(
         reason,
         Usage(

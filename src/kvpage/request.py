@@ -1,7 +1,7 @@
-"""From what a caller asks to a sequence: whatever can be refused is refused here."""
+"""A request: from what a caller asks to its choices. Whatever can be refused is refused here."""
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -16,9 +16,13 @@ from kvpage.prefix import PrefixKeys
 from kvpage.sampling import SamplingParams
 from kvpage.sequence import Sequence as EngineSequence
 from kvpage.stop_strings import StopStrings
+from kvpage.stream import Mailbox
 
 Message = Mapping[str, Any]
 """A chat message, `{"role": "user", "content": "..."}`, as the model's template wants it."""
+
+SEED_STRIDE = 0x9E3779B97F4A7C15
+"""Between the seeds of a request's choices; the first has the seed that was asked for."""
 
 Prompt = str | Sequence[int] | Sequence[Message]
 """Text, token ids, or chat messages."""
@@ -150,30 +154,66 @@ def _checked_ids(prompt: Sequence[Any]) -> Sequence[Any]:
     return prompt
 
 
-@attrs.frozen(eq=False, kw_only=True)
-class PreparedRequest:
-    """A request that has passed all checks.
+@attrs.define(eq=False)
+class OpenChoice:
+    """One of the outputs of a request.
 
     Attributes:
-        sequence: for the scheduler.
-        stops: looks for stop strings; None where the request has none.
+        index: 0 for the first.
+        sequence: what the scheduler knows of it.
+        stops: looks for stop strings, if the request has any.
+        request: whose it is; set when the request is made.
+        first_token_at: when its first token was sampled.
+        last_token_at: when its latest token was sampled.
     """
 
+    index: int
     sequence: EngineSequence
-    stops: StopStrings | None
+    stops: StopStrings | None = None
+    request: "Request" = attrs.field(init=False)
+    first_token_at: float | None = None
+    last_token_at: float = 0.0
+
+
+@attrs.define(eq=False)
+class Request:
+    """An open request, in the hands of the engine thread once it is submitted.
+
+    The first choice computes the prompt; the others are queued when it has, as forks of it.
+    """
+
+    id: str
+    choices: tuple[OpenChoice, ...]
+    mailbox: Mailbox
+    submitted_at: float
+    scheduled_at: float | None = None
+    num_ended: int = 0
+
+    def __attrs_post_init__(self) -> None:
+        """Let the scheduler's sequences lead back here."""
+        for choice in self.choices:
+            choice.request = self
+            choice.sequence.request = choice
+
+    @property
+    def number(self) -> SequenceId:
+        """Its first sequence, by which it is cancelled."""
+        return self.choices[0].sequence.id
 
 
 def prepare(
     prompt: Prompt,
     params: SamplingParams,
     *,
-    number: SequenceId,
+    number: int,
     model: EngineModel,
     geometry: PoolGeometry,
-    prefix_keys: PrefixKeys | None,
+    new_keys: Callable[[], PrefixKeys] | None,
     priority: int,
-) -> PreparedRequest:
-    """Encode and check a request. May take long; call it from a thread.
+) -> tuple[OpenChoice, ...]:
+    """Encode and check a request, for `params.n` choices. May take long; call it from a thread.
+
+    The first choice has the sequence id `number`, the others the ids after it.
 
     Raises:
         RequestError: it cannot be served; the sentence says why.
@@ -187,19 +227,33 @@ def prepare(
         stop_token_ids = (*model.eos_token_ids, *stop_token_ids)
     max_total_tokens = _max_total_tokens(len(tokens), params.max_tokens, geometry)
     _check_room(len(tokens), params.min_tokens, max_total_tokens)
-    sequence = EngineSequence(
-        id=number,
+    seed = secrets.randbits(64) if params.seed is None else params.seed
+    first = EngineSequence(
+        id=SequenceId(number),
         tokens=tokens,
         prompt_tokens=len(tokens),
         max_total_tokens=max_total_tokens,
         params=params,
-        seed=secrets.randbits(64) if params.seed is None else params.seed,
+        seed=seed,
         rules=_rules(params, stop_token_ids, model),
         stop_token_ids=stop_token_ids,
-        prefix_keys=prefix_keys,
+        prefix_keys=new_keys() if new_keys else None,
         priority=priority,
     )
-    return PreparedRequest(sequence=sequence, stops=_stops(params, model))
+    others = [
+        attrs.evolve(
+            first,
+            id=SequenceId(number + index),
+            seed=(seed + index * SEED_STRIDE) % 2**64,
+            prefix_keys=new_keys() if new_keys else None,
+            fork_of=first,
+        )
+        for index in range(1, params.n)
+    ]
+    return tuple(
+        OpenChoice(index, sequence, _stops(params, model))
+        for index, sequence in enumerate([first, *others])
+    )
 
 
 def _max_total_tokens(prompt_tokens: int, max_tokens: int | None, geometry: PoolGeometry) -> int:

@@ -39,6 +39,9 @@ LARGEST = float(np.finfo(np.float32).max)
 _MANY = 2**31
 """As good as any larger number of tokens: no vocabulary has so many."""
 
+MAX_CHOICES = 128
+"""Outputs of one request."""
+
 GREEDY_BELOW = 1e-5
 """A temperature below this is argmax: dividing logits by it would overflow."""
 
@@ -144,6 +147,7 @@ class SamplingParams:
         logit_bias: added to the logits of these token ids.
         allowed_token_ids: generate only these; None allows all.
         bad_words: texts that must not be generated.
+        n: how many outputs to generate for the prompt, which is computed once.
         logprobs: report the log-probability of each token and of so many most likely ones; 0
             reports the token's own; None reports nothing. Taken before any of the changes above.
         prompt_logprobs: the same for each token of the prompt, reported with the first generated
@@ -180,6 +184,7 @@ class SamplingParams:
         default=None, converter=_maybe_several, validator=_token_ids
     )
     bad_words: tuple[str, ...] = attrs.field(default=(), converter=_one_or_many, validator=_texts)
+    n: int = attrs.field(default=1, validator=_integer(1, MAX_CHOICES))
     logprobs: int | None = attrs.field(default=None, validator=_integer(0, optional=True))
     prompt_logprobs: int | None = attrs.field(default=None, validator=_integer(0, optional=True))
     logits_processors: tuple[Processor, ...] = attrs.field(

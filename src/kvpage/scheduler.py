@@ -123,7 +123,8 @@ class Scheduler:
     def cancel(self, sequence: Sequence) -> None:
         """End a sequence wherever it is; its blocks are free at once. Again is a no-op."""
         if sequence.state is SequenceState.WAITING:
-            self._waiting.remove(sequence)
+            if sequence in self._waiting:  # or it was never added
+                self._waiting.remove(sequence)
             sequence.state = SequenceState.FINISHED
         elif sequence.state is SequenceState.RUNNING:
             self._leave_batch(sequence, SequenceState.FINISHED)

@@ -1,7 +1,7 @@
 """Tokens on their way from the engine thread to a task."""
 
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -54,19 +54,21 @@ class Token:
     Attributes:
         text: what can be shown now; the joined texts of a stream equal the full decoding.
         id: the token id.
-        index: 0 for the first generated token.
+        index: 0 for the first generated token of its choice.
+        choice: which of the request's `n` outputs it belongs to.
         logprob: its log-probability, if the request asked.
         top_logprobs: `(token id, log-probability)` of the likeliest tokens, if the request asked.
         prompt_logprobs: on the first token, if the request asked: one for each token of the prompt,
             None for its first.
-        finish_reason: on the last token `"stop"` or `"length"`, else None.
-        usage: on the last token.
-        timings: on the last token.
+        finish_reason: on the last token of a choice `"stop"` or `"length"`, else None.
+        usage: of the choice, on its last token.
+        timings: of the choice, on its last token.
     """
 
     text: str
     id: int
     index: int
+    choice: int = 0
     logprob: float | None = None
     top_logprobs: tuple[tuple[int, float], ...] = ()
     prompt_logprobs: tuple[Logprobs | None, ...] = ()
@@ -76,17 +78,16 @@ class Token:
 
 
 @attrs.frozen
-class Completion:
-    """A finished request.
+class Choice:
+    """One finished output of a request.
 
     Attributes:
         text: the decoded output, special tokens skipped.
         token_ids: all generated tokens.
         finish_reason: `"stop"` or `"length"`.
-        usage: token counts.
-        timings: seconds.
+        usage: token counts of this output.
+        timings: seconds of this output.
         logprobs: one for each generated token, if the request asked.
-        prompt_logprobs: one for each token of the prompt, None for its first, if the request asked.
     """
 
     text: str
@@ -95,7 +96,78 @@ class Completion:
     usage: Usage
     timings: Timings
     logprobs: tuple[Logprobs, ...] = ()
+
+    @classmethod
+    def of(cls, tokens: Sequence[Token]) -> Self:
+        """Put together the tokens of one choice; the last one must be the end."""
+        last = tokens[-1]
+        if last.finish_reason is None or last.usage is None or last.timings is None:
+            raise ValueError("the last token does not end the choice")
+        return cls(
+            text="".join(token.text for token in tokens),
+            token_ids=tuple(token.id for token in tokens),
+            finish_reason=last.finish_reason,
+            usage=last.usage,
+            timings=last.timings,
+            logprobs=tuple(
+                Logprobs(token.logprob, token.top_logprobs)
+                for token in tokens
+                if token.logprob is not None
+            ),
+        )
+
+
+@attrs.frozen
+class Completion:
+    """A finished request. What it says of one output is said of the first choice.
+
+    Attributes:
+        choices: the outputs, `n` of them.
+        prompt_logprobs: one for each token of the prompt, None for its first, if the request asked.
+    """
+
+    choices: tuple[Choice, ...]
     prompt_logprobs: tuple[Logprobs | None, ...] = ()
+
+    @classmethod
+    def of(cls, tokens: Sequence[Token]) -> Self:
+        """Put together all the tokens of a stream."""
+        num_choices = 1 + max(token.choice for token in tokens)
+        by_choice: list[list[Token]] = [[] for _ in range(num_choices)]
+        for token in tokens:
+            by_choice[token.choice].append(token)
+        choices = tuple(Choice.of(of_choice) for of_choice in by_choice)
+        return cls(choices, by_choice[0][0].prompt_logprobs)
+
+    @property
+    def text(self) -> str:
+        """The decoded output of the first choice."""
+        return self.choices[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The generated tokens of the first choice."""
+        return self.choices[0].token_ids
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """How the first choice ended."""
+        return self.choices[0].finish_reason
+
+    @property
+    def usage(self) -> Usage:
+        """Token counts of the first choice."""
+        return self.choices[0].usage
+
+    @property
+    def timings(self) -> Timings:
+        """Seconds of the first choice."""
+        return self.choices[0].timings
+
+    @property
+    def logprobs(self) -> tuple[Logprobs, ...]:
+        """One for each generated token of the first choice, if the request asked."""
+        return self.choices[0].logprobs
 
 
 @attrs.frozen
@@ -113,13 +185,15 @@ class SampledToken:
 
     Attributes:
         id: the token.
+        choice: which of the request's outputs it belongs to.
         text: its text, where the engine had to decode it to look for stop strings.
         logprobs: where the request asked.
         prompt_logprobs: on the first token, where the request asked.
-        end: on the last token.
+        end: on the last token of a choice.
     """
 
     id: int
+    choice: int = 0
     text: str | None = None
     logprobs: Logprobs | None = None
     prompt_logprobs: tuple[Logprobs | None, ...] = ()
@@ -194,14 +268,17 @@ class TokenStream(AsyncIterator[Token]):
     """
 
     def __init__(
-        self, submit: Callable[[], Awaitable[OpenRequest]], detokenizer: Detokenizer | None
+        self,
+        submit: Callable[[], Awaitable[OpenRequest]],
+        new_detokenizer: Callable[[], Detokenizer | None],
+        num_choices: int = 1,
     ) -> None:
         self._submit = submit
-        self._detokenizer = detokenizer
+        self._choices = [_Choice(new_detokenizer()) for _ in range(num_choices)]
+        self._num_open = num_choices
         self._request: OpenRequest | None = None
         self._starting: anyio.CancelScope | None = None
         self._reading = False
-        self._index = 0
         self._over = False
 
     async def __aenter__(self) -> Self:
@@ -296,15 +373,30 @@ class TokenStream(AsyncIterator[Token]):
 
     def _token(self, item: MailItem) -> Token:
         if isinstance(item, BaseException):
+            self._over = True
             raise item
         sampled = SampledToken(item) if isinstance(item, int) else item
-        index, self._index = self._index, self._index + 1
+        if sampled.end is not None:
+            self._num_open -= 1
+            self._over = self._num_open == 0
+        return self._choices[sampled.choice].next_token(sampled)
+
+
+class _Choice:
+    """One output of a request, on the reader's side."""
+
+    def __init__(self, detokenizer: Detokenizer | None) -> None:
+        self._detokenizer = detokenizer
+        self._num_tokens = 0
+
+    def next_token(self, sampled: SampledToken) -> Token:
+        index, self._num_tokens = self._num_tokens, self._num_tokens + 1
         logprobs, end = sampled.logprobs, sampled.end
-        self._over = end is not None
         return Token(
             text=self._text(sampled),
             id=sampled.id,
             index=index,
+            choice=sampled.choice,
             logprob=logprobs.own if logprobs else None,
             top_logprobs=logprobs.top if logprobs else (),
             prompt_logprobs=sampled.prompt_logprobs,

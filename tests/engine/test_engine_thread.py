@@ -11,8 +11,9 @@ from kvpage.allocators.fixed import FixedAllocator
 from kvpage.batch import RunningBatch
 from kvpage.block_manager import BlockManager
 from kvpage.blocks import SequenceId
-from kvpage.engine_thread import Close, EngineThread, Request, Submit, WhenIdle
+from kvpage.engine_thread import Close, EngineThread, Submit, WhenIdle
 from kvpage.plan import Runner
+from kvpage.request import OpenChoice, Request
 from kvpage.scheduler import Scheduler
 from kvpage.sequence import Sequence
 from kvpage.stats import EngineStatistics
@@ -33,7 +34,7 @@ def request(number: int, post: Post, *, max_tokens: int = 3) -> Request:
     """A request for `max_tokens` tokens after a prompt of four, read through `post`."""
     prompt = np.arange(4, dtype=np.int32)
     sequence = Sequence(SequenceId(number), prompt, 4, 4 + max_tokens)
-    return Request(str(number), sequence, Mailbox(post), submitted_at=0.0)
+    return Request(str(number), (OpenChoice(0, sequence),), Mailbox(post), submitted_at=0.0)
 
 
 def finish(thread: EngineThread) -> None:

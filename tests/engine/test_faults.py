@@ -26,6 +26,7 @@ from kvpage.allocators.dynamic import DynamicAllocator
 from kvpage.allocators.fixed import FixedAllocator
 from kvpage.blocks import BlockId
 from kvpage.plan import StepPlan, StepResult
+from kvpage.sampling import MAX_CHOICES
 from kvpage.testing import undisturbed
 from tests.engine.conftest import Run
 from tests.engine.runners import GEOMETRY, CharacterTokenizer, GatedRunner
@@ -234,7 +235,7 @@ async def collect(stream: TokenStream, into: list[int]) -> None:
 
 # -- allocators ------------------------------------------------------------------------------------
 
-BAD = SequenceId(1)
+BAD = SequenceId(MAX_CHOICES)  # of the second request
 """The second request of an engine: the one whose allocator misbehaves."""
 
 

@@ -363,7 +363,7 @@ def test_closing_too_late_to_stop_the_submission_cancels_it(run: Run) -> None:
             await accepted.wait()
             return OpenRequest(Mailbox(post_to_current_loop()), lambda: cancelled.append(True))
 
-        stream = TokenStream(submit, None)
+        stream = TokenStream(submit, lambda: None)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(read_to_end, stream)
             await anyio.wait_all_tasks_blocked()

@@ -58,17 +58,17 @@ class Batch:
         model = EngineModel("letters", vocabulary, (3,), LetterTokenizer())
         running = RunningBatch(len(requests), GEOMETRY.max_model_len)
         for number, request in enumerate(requests):
-            prepared = prepare(
+            [choice] = prepare(
                 request.prompt,
                 request.params,
                 number=SequenceId(number),
                 model=model,
                 geometry=GEOMETRY,
-                prefix_keys=None,
+                new_keys=None,
                 priority=0,
             )
-            prepared.sequence.tokens = np.array(request.tokens, np.int32)
-            running.add(prepared.sequence, 0)
+            choice.sequence.tokens = np.array(request.tokens, np.int32)
+            running.add(choice.sequence, 0)
         rows = np.arange(len(requests))
         sampling = running.sampling.take(rows)
         indices = running.num_tokens - running.prompt_tokens

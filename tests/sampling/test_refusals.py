@@ -6,22 +6,23 @@ import numpy as np
 import pytest
 
 from kvpage import RequestError, RequestTooLong, SamplingParams, SequenceId
-from kvpage.request import EngineModel, PreparedRequest, prepare
+from kvpage.request import EngineModel, OpenChoice, prepare
 from tests.sampling.requests import GEOMETRY, LetterTokenizer
 
 VOCABULARY = 27
 
 
-def prepared(values: dict[str, Any], tokenizer: Any, eos: tuple[int, ...] = ()) -> PreparedRequest:
-    return prepare(
+def prepared(values: dict[str, Any], tokenizer: Any, eos: tuple[int, ...] = ()) -> OpenChoice:
+    [choice] = prepare(
         [1, 2, 3],
         SamplingParams(**values),
         number=SequenceId(0),
         model=EngineModel("letters", VOCABULARY, eos, tokenizer),
         geometry=GEOMETRY,
-        prefix_keys=None,
+        new_keys=None,
         priority=0,
     )
+    return choice
 
 
 class MuteTokenizer(LetterTokenizer):
