@@ -36,11 +36,13 @@ Forward = Callable[[torch.Tensor, torch.Tensor | None, AttentionStep, torch.Tens
 """One pass: token ids `int64[T]`, positions `int64[T]` or None for a sequence from its start, what
 attends, and `int64[n]` tokens whose logits `[n, vocabulary]` are wanted."""
 
-# The packed batch: a sequence of four tokens, scattered among tokens of other sequences.
-_TOKENS = (11, 17, 13, 19)
-_PACKED_TOKENS = (17, 12, 19, 11, 16, 13)
+# A sequence, and four of its tokens scattered among two strangers. Both batches are of one size,
+# so that matrix products round alike in both.
+_SEQUENCE = (11, 17, 13, 19, 23, 29)
+_PACKED = (17, 12, 19, 11, 16, 13)
 _PACKED_POSITIONS = (1, 9, 3, 0, 0, 2)
 _PLACES = (3, 0, 5, 2)
+_COMPARED = len(_PLACES)
 
 
 @attrs.frozen
@@ -111,9 +113,9 @@ def probe(module: Any, forward: Forward) -> tuple[LayerShape, ...]:
     _register()
     try:
         module.set_attn_implementation(_PROBE_NAME)
-        alone = _run(module, forward, _TOKENS, None, range(len(_TOKENS)))
+        alone = _run(module, forward, _SEQUENCE, None, range(_COMPARED))
         module.set_attn_implementation(ATTENTION_NAME)
-        packed = _run(module, forward, _PACKED_TOKENS, _PACKED_POSITIONS, _PLACES)
+        packed = _run(module, forward, _PACKED, _PACKED_POSITIONS, _PLACES)
     except (UnsupportedModelError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # whatever breaks in a model that is run without cache and mask
@@ -122,7 +124,7 @@ def probe(module: Any, forward: Forward) -> tuple[LayerShape, ...]:
         ) from error
     _compare(alone.calls, packed.calls)
     _check_window(text_config(module.config), packed.calls)
-    if not _close(alone.logits, packed.logits):
+    if _differ(alone.logits, packed.logits):
         raise UnsupportedModelError("its logits depend on other tokens than those attended to")
     return tuple(call.shape for call in packed.calls)
 
@@ -162,22 +164,25 @@ def _compare(alone: list[_Call], packed: list[_Call]) -> None:
         if attrs.evolve(one.options, sinks=None) != attrs.evolve(other.options, sinks=None):
             raise UnsupportedModelError(f"layer {layer} does not attend the same way in every pass")
         pairs = ((one.q, other.q), (one.k, other.k), (one.v, other.v))
-        if not all(_close(mine, theirs[places]) for mine, theirs in pairs):
+        if any(_differ(mine[:_COMPARED], theirs[places]) for mine, theirs in pairs):
             raise UnsupportedModelError(
                 f"Q, K or V of layer {layer} depend on other tokens than those attended to, or on "
                 "another position than the one given"
             )
 
 
-def _close(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Equal but for rounding, which differs with the shape of a batch.
+def _differ(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether more than half of the tokens `[tokens, ...]` differ by more than rounding.
 
-    The square root of the type's precision: far above rounding, far below another token's value.
+    The bound is the square root of the type's precision: far above rounding, far below what another
+    token's values are. Rounding may yet send a token to another expert, so that in half precision
+    one or two differ; a model that mixes tokens, or counts their positions, changes them all.
     """
     if one.shape != other.shape:
-        return False
-    tolerance = torch.finfo(one.dtype).eps ** 0.5 * float(one.abs().max())
-    return torch.allclose(one, other, rtol=0, atol=tolerance, equal_nan=True)
+        return True
+    errors = (one - other).abs().flatten(1).amax(1)
+    bound = torch.finfo(one.dtype).eps ** 0.5 * one.abs().max()
+    return 2 * int((errors > bound).sum()) > len(errors)
 
 
 def _probing_attention(

@@ -101,6 +101,15 @@ async def test_a_family_equals_generate_in_other_settings(
     assert outputs == result.expected
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", SERVED)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_not_mistaken_for_a_fault(model_type: str, dtype: torch.dtype) -> None:
+    """Rounding, and tokens that it sends to another expert, are no reason to refuse a model."""
+    in_float32 = share_model(family_model(model_type)).layers
+    assert share_model(family_model(model_type).to(dtype)).layers == in_float32
+
+
 def test_the_page_is_up_to_date() -> None:
     """`docs/reference/models.md` says what this version of transformers shows."""
     committed = TARGET.read_text()

@@ -52,16 +52,29 @@ class With(torch.nn.Module):
 
 
 class Twice(torch.nn.Module):
-    """A layer that is run again if the batch has many tokens."""
+    """A layer that is run again if the text is long."""
 
     def __init__(self, inner: torch.nn.Module) -> None:
         super().__init__()
         self.inner = inner
 
     def forward(self, hidden: torch.Tensor, **kwargs: Any) -> Any:
-        for _ in range(1 if hidden.shape[1] < 5 else 2):
+        for _ in range(2 if kwargs["position_ids"].max() > 8 else 1):
             hidden = self.inner(hidden, **kwargs)
         return hidden
+
+
+class Peeking(torch.nn.Module):
+    """A layer whose first token sees the second."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, hidden: torch.Tensor, **kwargs: Any) -> Any:
+        if kwargs["attention_mask"] is not None:
+            kwargs["attention_mask"][..., 0, 1] = True
+        return self.inner(hidden, **kwargs)
 
 
 class OutOfReach(torch.nn.Module):
@@ -99,6 +112,10 @@ def look_ahead(model: Any) -> None:
     model.model.layers[1] = With(model.model.layers[1], is_causal=False)
 
 
+def peek_ahead(model: Any) -> None:
+    model.model.layers[1] = Peeking(model.model.layers[1])
+
+
 def repeat_by_length(model: Any) -> None:
     model.model.layers[1] = Twice(model.model.layers[1])
 
@@ -119,6 +136,7 @@ BROKEN: list[tuple[Callable[[Any], None], str]] = [
     (make_own_mask, "under a mask that spans None tokens"),
     (drop_mask, "attend without a causal mask"),
     (look_ahead, "its layers pass 'is_causal' to attention"),
+    (peek_ahead, "attend under another mask than a causal one"),
     (repeat_by_length, "it attends 2 times in one forward pass and 3 in another"),
     (remove_attention, "none of its layers attends through AttentionInterface"),
     (fail_without_mask, "a forward pass without a cache object fails with TypeError"),
