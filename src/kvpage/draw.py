@@ -77,7 +77,7 @@ def draw(logits: "torch.Tensor", cuts: Cuts, points: "torch.Tensor") -> "torch.T
     peak = logits.amax(dim=-1, keepdim=True)
     weights = _weigh(logits, peak, cuts.temperature)
     if cuts.min_p is not None:
-        weights.masked_fill_(weights < cuts.min_p, 0.0)
+        _keep_from(weights, weights, cuts.min_p)
     if cuts.top_k is not None:
         width = min(int(cuts.top_k.max()) + 1, logits.shape[1])
         _drop(weights, logits, *_floor(_largest(logits, width), cuts.top_k))
@@ -137,12 +137,18 @@ def _drop(
     weights: "torch.Tensor", logits: "torch.Tensor", floor: "torch.Tensor", ties: "torch.Tensor"
 ) -> None:
     """Take the weight of all tokens beyond a floor, see `_floor`; in place."""
-    weights.masked_fill_(logits < floor, 0.0)
+    _keep_from(weights, logits, floor)
     split = ties.squeeze(1).nonzero().squeeze(1)
     if len(split):
         tied = logits[split] == floor[split]
         late = tied & (tied.cumsum(dim=-1) > ties[split])
         weights[split] = weights[split].masked_fill_(late, 0.0)
+
+
+def _keep_from(weights: "torch.Tensor", numbers: "torch.Tensor", floor: "torch.Tensor") -> None:
+    """Take the weight of all tokens whose number is below the floor; in place."""
+    # By zeros and ones as floats: on a CPU, a boolean mask takes torch six times as long.
+    weights.mul_(numbers.clone().ge_(floor))
 
 
 def _largest(logits: "torch.Tensor", width: int) -> "torch.Tensor":
