@@ -107,4 +107,5 @@ def max_len(config: Any) -> int:
         for each in ropes
         if each.get("rope_type") == "longrope"
     ]
-    return min((int(limit) for limit in limits if limit), default=UNBOUNDED_LEN)
+    # XLNet says -1, others nothing: no limit.
+    return min((int(limit) for limit in limits if limit and limit > 0), default=UNBOUNDED_LEN)

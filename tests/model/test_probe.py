@@ -10,6 +10,7 @@ import transformers
 
 from kvpage import AsyncEngine, SamplingParams, UnsupportedModelError
 from kvpage.attention import ATTENTION_NAME
+from kvpage.families import UNBOUNDED_LEN, max_len
 from kvpage.model import PagedModel, check_supported, model_class_of, share_model
 from tests.model.families import WINDOW, family_model
 from tests.model.tiny import FAMILIES, MAX_LEN, greedy, prompts, tiny_model
@@ -268,6 +269,12 @@ def test_rotary_frequencies_are_not_shared_with_the_callers_model() -> None:
     model(input_ids=token[None], position_ids=torch.tensor([[100]]))
     assert not torch.equal(model.model.rotary_emb.inv_freq, before)
     assert torch.equal(twin._module.model.rotary_emb.inv_freq, before)
+
+
+@pytest.mark.parametrize("configuration", [transformers.MptConfig, transformers.XLNetConfig])
+def test_positions_without_an_end_have_a_generous_limit(configuration: Any) -> None:
+    """Of configurations that name no limit, or -1."""
+    assert max_len(configuration()) == UNBOUNDED_LEN
 
 
 async def test_dynamic_ntk_scaling_changes_nothing_within_the_models_length() -> None:
