@@ -116,7 +116,7 @@ def test_the_event_loop_keeps_ticking(folder: str, attempts: int, limit_ms: int)
     """Load, tokenising of a megabyte and generation leave no large gap between ticks of 10 ms.
 
     In a process of its own, so that the imports of torch and transformers are part of the load.
-    The slow variant holds the best of three attempts to 50 ms, on a machine with nothing else to do.
+    The slow variant holds the best of three attempts to 50 ms, on a machine that is free for it.
     """
     assert min(_largest_gap_ms() for _ in range(attempts)) < limit_ms
 
