@@ -227,3 +227,18 @@ def test_top_p_keeps_the_fewest_tokens_that_reach_it(top_p: float, expected: set
     """Of four equal tokens, exactly half are two."""
     points = np.linspace(0, 0.999, 50)
     assert set(drawn_at(torch.zeros(1, 4), Cut(top_p=top_p), points).tolist()) == expected
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+def test_a_gpu_draws_what_a_cpu_draws(cut: Cut) -> None:
+    """Largest numbers are found another way there; ties included, away from boundaries."""
+    generator = torch.Generator().manual_seed(2)
+    logits = (6 * torch.randn(8, 5000, generator=generator)).round().div(2)
+    points = torch.rand(8, 1, dtype=torch.float64, generator=generator)
+    cuts = cut.on(8, 5000)
+    there = Cuts(*(c if c is None else c.cuda() for c in attrs.astuple(cuts, recurse=False)))
+    found = draw(logits.cuda(), there, points.cuda()).cpu()
+    assert found.tolist() == draw(logits, cuts, points).tolist()
+    assert torch.equal(most_likely(logits.cuda()).cpu(), most_likely(logits))
