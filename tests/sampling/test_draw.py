@@ -27,11 +27,11 @@ class Cut:
     top_k: int = 0
     top_p: float = 1.0
 
-    def on(self, num_rows: int, vocabulary: int) -> Cuts:
+    def on(self, num_rows: int, vocabulary: int, device: str = "cpu") -> Cuts:
         """The same cuts for some rows."""
 
         def column(value: float, dtype: torch.dtype) -> torch.Tensor:
-            return torch.full((num_rows, 1), value, dtype=dtype)
+            return torch.full((num_rows, 1), value, dtype=dtype, device=device)
 
         return Cuts(
             temperature=column(self.temperature, torch.float32),
@@ -237,8 +237,6 @@ def test_a_gpu_draws_what_a_cpu_draws(cut: Cut) -> None:
     generator = torch.Generator().manual_seed(2)
     logits = (6 * torch.randn(8, 5000, generator=generator)).round().div(2)
     points = torch.rand(8, 1, dtype=torch.float64, generator=generator)
-    cuts = cut.on(8, 5000)
-    there = Cuts(*(c if c is None else c.cuda() for c in attrs.astuple(cuts, recurse=False)))
-    found = draw(logits.cuda(), there, points.cuda()).cpu()
-    assert found.tolist() == draw(logits, cuts, points).tolist()
+    found = draw(logits.cuda(), cut.on(8, 5000, "cuda"), points.cuda())
+    assert found.tolist() == draw(logits, cut.on(8, 5000), points).tolist()
     assert torch.equal(most_likely(logits.cuda()).cpu(), most_likely(logits))
