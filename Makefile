@@ -7,6 +7,8 @@ TORCH_INDEX ?=
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+# Two processes, so one thread each: two teams of two threads would wait for each other.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 TORCH_FLAGS := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 
 .PHONY: demo test test-all lint check example clean
@@ -17,10 +19,10 @@ demo: $(VENV)/.demo
 	  "The three laws of motion are"
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -m "not slow and not cuda"
+	$(PYTEST) -m "not slow and not cuda"
 
 test-all: $(VENV)/.test
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -6,8 +6,9 @@ Writes the table of `docs/reference/models.md`, or says whether it is up to date
 """
 
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from kvpage import AsyncEngine, SamplingParams
+from kvpage import AsyncEngine, SamplingParams, TokenStream
 from kvpage.attention import AttentionOptions
 from kvpage.families import reasons_to_refuse
 from kvpage.kernels import reference
@@ -34,6 +35,7 @@ MAX_TOKENS = 6
 # Two that fit together until they grow, and one that needs nearly the whole pool.
 PROMPTS = prompts([9, 17, 3, 26])
 POOL_TOKENS = 33
+PATIENCE_S = 30.0
 
 _SIZES: Mapping[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -355,15 +357,28 @@ async def generate(model: Any, **settings: Any) -> tuple[list[list[int]], int]:
     """
     outputs: list[list[int]] = [[] for _ in PROMPTS]
     narrow = {"block_size": 1, "max_batch_tokens": 7, "kv_memory": f"{POOL_TOKENS} tokens"}
+    everyone_is_in = threading.Event()
 
-    async def one(index: int) -> None:
-        params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
-        outputs[index] = list((await engine.complete(PROMPTS[index], params)).token_ids)
+    def wait_for_company(_token_ids: object, logits: object) -> object:
+        """Hold the first step, so that the requests do meet however slow their submission is."""
+        everyone_is_in.wait(PATIENCE_S)
+        return logits
 
-    async with AsyncEngine(model=model, **{**narrow, "prefix_cache": False, **settings}) as engine:
-        async with anyio.create_task_group() as tasks:
-            for index in range(len(PROMPTS)):
-                tasks.start_soon(one, index)
+    async def read(index: int, stream: TokenStream) -> None:
+        outputs[index] = [token.id async for token in stream]
+
+    async with (
+        AsyncEngine(model=model, **{**narrow, "prefix_cache": False, **settings}) as engine,
+        AsyncExitStack() as stack,
+        anyio.create_task_group() as tasks,
+    ):
+        for index, prompt in enumerate(PROMPTS):
+            params = SamplingParams(
+                temperature=0, max_tokens=MAX_TOKENS, logits_processors=[wait_for_company]
+            )
+            stream = await stack.enter_async_context(engine.generate(prompt, params))
+            tasks.start_soon(read, index, stream)
+        everyone_is_in.set()
         await engine.idle()
         return outputs, engine.stats().preemptions
 

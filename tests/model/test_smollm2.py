@@ -1,5 +1,6 @@
 """The embedded default model, end to end."""
 
+import json
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -107,21 +108,29 @@ async def test_chat_messages_go_through_the_template_once(engine: AsyncEngine) -
     assert engine.model.encode(messages).tolist() == expected["input_ids"]
 
 
-# Reading libtorch, and walking a million new objects, used to stop every thread for 400 to 800 ms.
-# A busy machine adds gaps of its own, so the bound that runs everywhere only tells these apart.
-@pytest.mark.parametrize(
-    ("attempts", "limit_ms"), [(1, 300), pytest.param(3, 50, marks=pytest.mark.slow)]
-)
-def test_the_event_loop_keeps_ticking(folder: str, attempts: int, limit_ms: int) -> None:
-    """Load, tokenising of a megabyte and generation leave no large gap between ticks of 10 ms.
+def test_the_event_loop_keeps_ticking(folder: str) -> None:
+    """Neither load nor generation nor a megabyte to tokenise stops a tick of 10 ms for long.
 
-    In a process of its own, so that the imports of torch and transformers are part of the load.
-    The slow variant holds the best of three attempts to 50 ms, on a machine that is free for it.
+    Reading libtorch and collecting a million new objects once did, for 400 to 800 ms. A busy
+    machine adds gaps of its own, so the bound that is held everywhere only tells these apart.
     """
-    assert min(_largest_gap_ms() for _ in range(attempts)) < limit_ms
+    assert max(_largest_gaps_ms().values()) < 300
 
 
-def _largest_gap_ms() -> float:
+@pytest.mark.slow
+def test_the_event_loop_keeps_ticking_on_a_free_machine(folder: str) -> None:
+    """No gap over 50 ms, the best of three attempts.
+
+    But for one while loading: `tokenizers` builds its vocabulary in a single call that holds the
+    interpreter lock, 60 to 90 ms for 49,152 tokens.
+    """
+    attempts = [_largest_gaps_ms() for _ in range(3)]
+    best = {phase: min(gaps[phase] for gaps in attempts) for phase in attempts[0]}
+    assert max(best["generate"], best["tokenise"]) < 50
+    assert best["load"] < 120
+
+
+def _largest_gaps_ms() -> dict[str, float]:
     done = subprocess.run(
         [sys.executable, str(Path(__file__).parent / "ticking.py")],
         capture_output=True,
@@ -129,24 +138,20 @@ def _largest_gap_ms() -> float:
         check=True,
         timeout=120,
     )
-    return float(done.stdout.split()[-1])
+    gaps: dict[str, float] = json.loads(done.stdout)
+    return gaps
 
 
-def test_the_second_start_does_not_convert_again(tmp_path: Path) -> None:
-    """The converted model is kept and found again."""
-    load_pretrained(cache_dir=tmp_path)
+def test_a_gguf_file_is_converted_once(tmp_path: Path) -> None:
+    """It loads by its path under its own name; the second start finds what the first made."""
+    link = tmp_path / "my-model.gguf"
+    link.symlink_to(default_model_path())
+    assert load_pretrained(link, cache_dir=tmp_path).name == link.name
     [converted] = (tmp_path / "models").iterdir()
     weights = converted / "model.safetensors"
     written = weights.stat().st_mtime_ns
-    load_pretrained(cache_dir=tmp_path)
+    load_pretrained(link, cache_dir=tmp_path)
     assert weights.stat().st_mtime_ns == written
-
-
-def test_a_gguf_file_loads_by_its_path(tmp_path: Path) -> None:
-    """`from_pretrained` takes a `.gguf` file; the name it gives is the file's."""
-    link = tmp_path / "my-model.gguf"
-    link.symlink_to(default_model_path())
-    assert load_pretrained(link).name == link.name
 
 
 @pytest.mark.parametrize("name", ["/no/such/model", "./missing.gguf"])
