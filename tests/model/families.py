@@ -380,7 +380,8 @@ async def generate(model: Any, **settings: Any) -> tuple[list[list[int]], int]:
             tasks.start_soon(read, index, stream)
         everyone_is_in.set()
         await engine.idle()
-        return outputs, engine.stats().preemptions
+        preemptions = engine.stats().preemptions
+    return outputs, preemptions
 
 
 def features(model: Any) -> tuple[str, ...]:
