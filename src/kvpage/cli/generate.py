@@ -176,7 +176,7 @@ async def _open(console: Console, model: str | None, settings: dict[str, Any]) -
 
 
 def _print_note(console: Console, text: str) -> None:
-    console.print(text, style="dim", highlight=False, soft_wrap=True)
+    console.print(text, style="dim", highlight=False, soft_wrap=not console.is_terminal)
 
 
 def _quiet_transformers() -> None:
