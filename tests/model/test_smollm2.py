@@ -74,6 +74,26 @@ async def test_eight_prompts_at_once_equal_generate(
         assert texts[prompt] == tokenizer.decode(new, skip_special_tokens=True)
 
 
+@pytest.mark.parametrize(
+    "allocator",
+    ["fixed:block_size=24", "dynamic:block_size=8", "contiguous:reserve=request"],
+)
+async def test_every_strategy_gives_the_same_tokens(
+    allocator: str, oracle: tuple[Any, Any]
+) -> None:
+    """Where K and V lie changes nothing."""
+    model, tokenizer = oracle
+    params = SamplingParams(temperature=0, max_tokens=10)
+    async with AsyncEngine.from_pretrained(
+        allocator=allocator, kv_memory="4096 tokens", max_batch_tokens=32
+    ) as engine:
+        for prompt in PROMPTS[2:4]:
+            ids = tokenizer(prompt, return_tensors="pt")
+            output = model.generate(**ids, max_new_tokens=10, do_sample=False)
+            completion = await engine.complete(prompt, params)
+            assert list(completion.token_ids) == output[0, ids["input_ids"].shape[1] :].tolist()
+
+
 async def test_streamed_text_equals_the_whole(engine: AsyncEngine) -> None:
     """Joined pieces are the decoding of all tokens."""
     params = SamplingParams(max_tokens=40, seed=7)
