@@ -128,21 +128,13 @@ async def test_chat_messages_go_through_the_template_once(engine: AsyncEngine) -
     assert engine.model.encode(messages).tolist() == expected["input_ids"]
 
 
-def test_the_event_loop_keeps_ticking(folder: str) -> None:
-    """Neither load nor generation nor a megabyte to tokenise stops a tick of 10 ms for long.
-
-    Reading libtorch and collecting a million new objects once did, for 400 to 800 ms. A busy
-    machine adds gaps of its own, so the bound that is held everywhere only tells these apart.
-    """
-    assert max(_largest_gaps_ms().values()) < 300
-
-
 @pytest.mark.slow
 def test_the_event_loop_keeps_ticking_on_a_free_machine(folder: str) -> None:
-    """No gap over 50 ms, the best of three attempts.
+    """Neither load nor generation nor a megabyte to tokenise stops a tick of 10 ms for over 50.
 
-    But for one while loading: `tokenizers` builds its vocabulary in a single call that holds the
-    interpreter lock, 60 to 90 ms for 49,152 tokens.
+    The best of three attempts, since a busy machine adds gaps of its own. But for one while
+    loading: `tokenizers` builds its vocabulary in a single call that holds the interpreter lock,
+    60 to 90 ms for 49,152 tokens.
     """
     attempts = [_largest_gaps_ms() for _ in range(3)]
     best = {phase: min(gaps[phase] for gaps in attempts) for phase in attempts[0]}
