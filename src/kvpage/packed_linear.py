@@ -92,7 +92,7 @@ def _packable(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, to
             if isinstance(child, torch.nn.Linear) and type(child) is torch.nn.Linear:
                 weight = child.weight
                 on_cpu = weight.device.type == "cpu" and weight.dtype == torch.float32
-                if on_cpu and not child._forward_hooks:
+                if on_cpu and not child._forward_hooks and not child._forward_pre_hooks:
                     yield parent, name, child
 
 
