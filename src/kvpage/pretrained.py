@@ -6,6 +6,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from hashlib import blake2b
 from importlib.util import find_spec
 from pathlib import Path
@@ -92,13 +93,18 @@ def _paged(module: Any) -> PagedModel:
 @contextmanager
 def _no_progress_bars() -> Iterator[None]:
     """A library does not draw on its host's terminal."""
+    from transformers import modeling_gguf_pytorch_utils as gguf
     from transformers.utils import logging
 
     were_on = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
+    # Reading GGUF draws with tqdm itself, which no setting of transformers reaches.
+    bar = gguf.tqdm
+    gguf.tqdm = partial(bar, disable=True)
     try:
         yield
     finally:
+        gguf.tqdm = bar
         if were_on:
             logging.enable_progress_bar()
 

@@ -154,14 +154,15 @@ def _largest_gaps_ms() -> dict[str, float]:
     return gaps
 
 
-def test_a_gguf_file_is_converted_once(tmp_path: Path) -> None:
-    """It loads by its path under its own name; the second start finds what the first made."""
+def test_a_gguf_file_is_converted_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """In silence, by its path under its own name; the second start finds what the first made."""
     link = tmp_path / "my-model.gguf"
     link.symlink_to(default_model_path())
     assert load_pretrained(link, cache_dir=tmp_path).name == link.name
     [converted] = (tmp_path / "models").iterdir()
     weights = converted / "model.safetensors"
     written = weights.stat().st_mtime_ns
+    assert capfd.readouterr() == ("", "")
     load_pretrained(link, cache_dir=tmp_path)
     assert weights.stat().st_mtime_ns == written
 
