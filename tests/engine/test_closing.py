@@ -267,13 +267,16 @@ def test_an_event_loop_closed_with_open_streams_frees_them() -> None:
 
 
 PROGRAM = """
-import asyncio, sys
+import asyncio, signal, sys
 import kvpage
 from kvpage.request import EngineModel
 from kvpage.testing import FakeRunner
 
 geometry = kvpage.PoolGeometry(num_blocks=40_000, block_size=16, max_model_len=500_000)
 engine = kvpage.AsyncEngine.from_runner(FakeRunner(geometry), geometry, EngineModel("fake", 251))
+
+# A shell starts what it puts in the background with SIGINT ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 async def main():
     stream = engine.generate([1, 2, 3])
