@@ -36,6 +36,7 @@ from kvpage.plugins import InstalledAllocator, installed_allocators
 from kvpage.sampling import Logprobs, SamplingParams
 from kvpage.stats import BlockMap, EngineStatistics, SequenceBlocks
 from kvpage.stream import Choice, Completion, Timings, Token, TokenStream, Usage
+from kvpage.traffic import TraceRequest, Traffic
 
 __version__ = "0.1.0"
 
@@ -77,6 +78,8 @@ __all__ = [
     "Timings",
     "Token",
     "TokenStream",
+    "TraceRequest",
+    "Traffic",
     "Trimmable",
     "UnsupportedModelError",
     "Usage",

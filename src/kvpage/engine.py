@@ -38,6 +38,7 @@ from kvpage.sampling import MAX_CHOICES, SamplingParams
 from kvpage.scheduler import Scheduler
 from kvpage.stats import BlockMap, EngineStatistics
 from kvpage.stream import Completion, Mailbox, OpenRequest, TokenStream
+from kvpage.traffic import Traffic
 
 if TYPE_CHECKING:
     import torch
@@ -212,6 +213,10 @@ class AsyncEngine:
     def latencies(self) -> Latencies:
         """Histograms of how long things took since the engine was started. Never waits."""
         return self._thread.latencies
+
+    def traffic(self) -> Traffic:
+        """Lengths and arrivals of the last 10,000 requests that finished. Never waits."""
+        return self._thread.traffic.snapshot()
 
     async def block_map(self) -> BlockMap:
         """Who holds which block, as it is between two steps.

@@ -25,6 +25,7 @@ from kvpage.scheduler import Schedule, Scheduler, StepOutcome
 from kvpage.sequence import FinishReason
 from kvpage.stats import BlockMap, EngineStatistics, SequenceBlocks
 from kvpage.stream import End, Mailbox, MailItem, SampledToken, Timings, Usage
+from kvpage.traffic import TrafficRecorder
 
 logger = logging.getLogger("kvpage")
 logger.addHandler(logging.NullHandler())  # silent unless the host listens
@@ -77,6 +78,7 @@ class EngineThread:
     Attributes:
         statistics: the snapshot after the last step or message.
         latencies: how long things took so far.
+        traffic: the lengths of what has finished.
         broken_by: the exception that ended the thread, if one did.
     """
 
@@ -89,6 +91,7 @@ class EngineThread:
     ) -> None:
         self.broken_by: BaseException | None = None
         self.latencies = Latencies()
+        self.traffic = TrafficRecorder(started_at=time.perf_counter())
         self._ended = False
         self._scheduler = scheduler
         self._runner = runner
@@ -268,6 +271,8 @@ class EngineThread:
 
     def _choice_ended(self, request: Request, end: End) -> None:
         request.num_ended += 1
+        usage = end.usage
+        self.traffic.add(request.submitted_at, usage.prompt_tokens, usage.output_tokens)
         if request.num_ended == len(request.choices):
             self._finished += 1
             self.latencies.request.observe(end.timings.total_s)

@@ -7,8 +7,9 @@ from kvpage.simulator.plot import check_plot, plot
 from kvpage.simulator.replay import Replay
 from kvpage.simulator.report import Report, write_csv, write_json
 from kvpage.simulator.settings import ReplaySettings, StepTime
-from kvpage.simulator.traces import MOONCAKE_BLOCK, TraceFile, TraceRequest
+from kvpage.simulator.traces import MOONCAKE_BLOCK, TraceFile
 from kvpage.simulator.workloads import WORKLOADS, DrawnTrace
+from kvpage.traffic import TraceRequest
 
 __all__ = [
     "MOONCAKE_BLOCK",

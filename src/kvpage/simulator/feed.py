@@ -10,7 +10,8 @@ from kvpage.sampling import SamplingParams
 from kvpage.sequence import Sequence
 from kvpage.simulator.settings import ReplaySettings
 from kvpage.simulator.sharing import TraceKeys
-from kvpage.simulator.traces import MOONCAKE_BLOCK, TraceRequest
+from kvpage.simulator.traces import MOONCAKE_BLOCK
+from kvpage.traffic import TraceRequest
 
 GREEDY = SamplingParams(temperature=0.0)
 

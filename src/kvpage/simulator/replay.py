@@ -27,7 +27,8 @@ from kvpage.simulator.feed import Errand, Feed
 from kvpage.simulator.instruments import Sample, Series, Waits, metered
 from kvpage.simulator.report import Report
 from kvpage.simulator.settings import ReplaySettings
-from kvpage.simulator.traces import MOONCAKE_BLOCK, TraceRequest
+from kvpage.simulator.traces import MOONCAKE_BLOCK
+from kvpage.traffic import TraceRequest
 
 QUEUE_DEPTH = 64
 """Waiting sequences that a saturated replay keeps ready; only the ramp-up admits more a step."""

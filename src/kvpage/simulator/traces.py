@@ -24,33 +24,12 @@ from typing import IO, Any
 import attrs
 
 from kvpage.errors import TraceError
+from kvpage.traffic import TraceRequest
 
 MOONCAKE_BLOCK = 512
 """Tokens per hash id in Mooncake's published traces."""
 
 _GZIP_MAGIC = b"\x1f\x8b"
-
-
-@attrs.frozen
-class TraceRequest:
-    """One request of a trace.
-
-    Attributes:
-        arrival_s: when it arrives, in seconds since the trace began.
-        prompt_tokens: at least 1.
-        output_tokens: at least 1.
-        hash_ids: names of the prompt's blocks; empty where nothing is known of its content.
-    """
-
-    arrival_s: float
-    prompt_tokens: int
-    output_tokens: int
-    hash_ids: tuple[int, ...] = ()
-
-    @property
-    def total_tokens(self) -> int:
-        """Prompt and output together."""
-        return self.prompt_tokens + self.output_tokens
 
 
 class TraceFile:

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpage.errors import ConfigError
-from kvpage.simulator.traces import TraceRequest
+from kvpage.traffic import TraceRequest
 
 PERCENTILES = (0, 1, 5, 10, 20, 30, 40, 50, 60, 70, 80, 90, 95, 98, 99, 99.9, 100)
 """The percentages of a distribution that `Quantiles` gives values for."""
