@@ -7,8 +7,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 
 import anyio
@@ -293,9 +293,9 @@ async def main():
 @pytest.mark.parametrize("then", ["return", "sys.exit(0)"])
 def test_a_process_ends_promptly_with_a_live_engine(launch: str, then: str) -> None:
     """A host that forgets `aclose` exits as if there were no engine, with nothing on stderr."""
-    process = start_program(then, launch)
-    started = time.monotonic()
-    _, errors = process.communicate(timeout=PATIENCE_S)
+    with program(then, launch) as process:
+        started = time.monotonic()
+        _, errors = process.communicate(timeout=PATIENCE_S)
     assert (process.returncode, errors) == (0, "")
     assert time.monotonic() - started < 2
 
@@ -303,23 +303,27 @@ def test_a_process_ends_promptly_with_a_live_engine(launch: str, then: str) -> N
 @pytest.mark.parametrize("launch", ["asyncio.run(main())", "import trio; trio.run(main)"])
 def test_ctrl_c_ends_a_process_within_two_seconds(launch: str) -> None:
     """SIGINT during generation ends the process by `KeyboardInterrupt`, as without an engine."""
-    process = start_program("pass", launch)
-    process.send_signal(signal.SIGINT)
-    started = time.monotonic()
-    _, errors = process.communicate(timeout=PATIENCE_S)
+    with program("pass", launch) as process:
+        process.send_signal(signal.SIGINT)
+        started = time.monotonic()
+        _, errors = process.communicate(timeout=PATIENCE_S)
     assert time.monotonic() - started < 2
     assert errors.rstrip().endswith("KeyboardInterrupt")
     assert process.returncode == -signal.SIGINT
 
 
-def start_program(then: str, launch: str) -> "subprocess.Popen[str]":
-    """A process that generates, once it does."""
-    process = subprocess.Popen(
+@contextmanager
+def program(then: str, launch: str) -> "Iterator[subprocess.Popen[str]]":
+    """A process that generates; what becomes of it does not outlive the test."""
+    with subprocess.Popen(
         [sys.executable, "-c", PROGRAM.format(then=then, launch=launch)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "generating\n"
-    return process
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "generating\n"
+            yield process
+        finally:
+            process.kill()
