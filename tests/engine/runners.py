@@ -79,10 +79,11 @@ class GatedRunner:
     Args:
         geometry: the pool.
         free_steps: how many pass without waiting; None: all.
+        hold_at: which steps come to the gate; None: all.
         watch: called with each plan; what it raises, the step raises instead of computing.
 
     Attributes:
-        gate: every step comes to it before it computes.
+        gate: steps come to it before they compute.
         closed: was `close` called?
     """
 
@@ -91,15 +92,18 @@ class GatedRunner:
         geometry: PoolGeometry = GEOMETRY,
         *,
         free_steps: int | None = None,
+        hold_at: Callable[[StepPlan], bool] | None = None,
         watch: Callable[[StepPlan], None] | None = None,
     ) -> None:
         self.gate = Gate(free_steps)
         self.closed = False
+        self._hold_at = hold_at
         self._watch = watch
         self._fake = FakeRunner(geometry)
 
     def execute(self, plan: StepPlan) -> StepResult:
-        self.gate.pass_through()
+        if self._hold_at is None or self._hold_at(plan):
+            self.gate.pass_through()
         if self._watch is not None:
             self._watch(plan)
         return self._fake.execute(plan)

@@ -98,3 +98,19 @@ async def check_generates(engine: AsyncEngine, request_id: str | None = None) ->
     prompt = [5, 6, 7, 8, 9]
     completion = await engine.complete(prompt, SamplingParams(max_tokens=6), request_id=request_id)
     assert list(completion.token_ids) == undisturbed(prompt, 6)
+
+
+async def check_full_house(engine: AsyncEngine) -> None:
+    """Every row of the batch is there for somebody: no request that ended still has one."""
+    params = SamplingParams(max_tokens=2)
+    streams = [
+        await engine.generate([1], params).__aenter__() for _ in range(engine.config.max_num_seqs)
+    ]
+    for stream in streams:
+        assert [token.id async for token in stream] == undisturbed([1], 2)
+    await engine.idle()
+
+
+def check_ledger(engine: AsyncEngine) -> None:
+    """Recount the blocks of an engine that is idle, or closed."""
+    engine._thread._scheduler._blocks.verify()
