@@ -239,6 +239,7 @@ ONE_OF_EACH_KIND = (
 OTHER = [9, 8, 7, 6, 5]
 """The prompt of the request beside the one that is left."""
 OTHER_TOKENS = 40
+OTHER_ROW = 0
 PROMPT = list(range(100, 112))
 PROMPT_CHUNK = 8
 """Tokens that a step computes at most, where the prompt is to be computed in two steps."""
@@ -343,8 +344,8 @@ async def after_it_finished_unread(setting: Setting, leave: Leave) -> None:
 
 
 def lengths_of_its_choices(plan: StepPlan) -> Any:
-    """Tokens of each sequence of the step but the other request's, which has row 0."""
-    return plan.kv_lens[plan.rows != 0]
+    """Tokens of each sequence of the step but the other request's."""
+    return plan.kv_lens[plan.rows != OTHER_ROW]
 
 
 def unsubmitted(at: Scene, setting: Setting, prompt: str | list[int]) -> MakeStream:
@@ -368,20 +369,27 @@ async def beside_another(
 ) -> AsyncIterator[Scene]:
     """A scene with another request, held in its first step and in the one that is `wanted`.
 
-    At the end the other request has all its tokens, and nothing is left of any.
+    From the next step on, the other request is alone. At the end it has all its tokens, and nothing
+    is left of any.
     """
-    runner = GatedRunner(
-        free_steps=0, hold_at=lambda plan: first_step(plan) or (wanted is not None and wanted(plan))
-    )
+    rows_of_steps: list[list[int]] = []
+
+    def hold_at(plan: StepPlan) -> bool:
+        rows_of_steps.append(plan.rows.tolist())
+        return first_step(plan) or (wanted is not None and wanted(plan))
+
     tasks = len(anyio.get_running_tasks())
+    runner = GatedRunner(free_steps=0, hold_at=hold_at)
     settings = {"max_num_seqs": 4, **settings}
     async with scene(runner, allocator=setting.allocator, **settings) as at:
         params = SamplingParams(max_tokens=OTHER_TOKENS)
         other = await at.engine.generate(OTHER, params).__aenter__()
         await at.runner.gate.held()
         yield at
+        steps_so_far = len(rows_of_steps)
         at.let_go()
         await check_undisturbed(at, other)
+        assert all(rows == [OTHER_ROW] for rows in rows_of_steps[steps_so_far:])
         await until(lambda: len(anyio.get_running_tasks()) == tasks)
         await check_left(at, cancelled)
 
