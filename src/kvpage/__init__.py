@@ -12,6 +12,7 @@ from kvpage.blocks import (
     PoolStatistics,
     SequenceId,
 )
+from kvpage.chat import Chat
 from kvpage.config import EngineConfig, KVMemory
 from kvpage.engine import AsyncEngine
 from kvpage.errors import (
@@ -34,7 +35,7 @@ from kvpage.errors import (
 from kvpage.hookspecs import hookimpl
 from kvpage.plugins import InstalledAllocator, installed_allocators
 from kvpage.sampling import Logprobs, SamplingParams
-from kvpage.stats import BlockMap, EngineStatistics, SequenceBlocks
+from kvpage.stats import BlockMap, EngineHealth, EngineStatistics, SequenceBlocks
 from kvpage.stream import Choice, Completion, Timings, Token, TokenStream, Usage
 from kvpage.traffic import TraceRequest, Traffic
 
@@ -48,6 +49,7 @@ __all__ = [
     "AsyncEngine",
     "BlockId",
     "BlockMap",
+    "Chat",
     "Choice",
     "Completion",
     "ConfigError",
@@ -56,6 +58,7 @@ __all__ = [
     "EngineBusy",
     "EngineClosed",
     "EngineConfig",
+    "EngineHealth",
     "EngineStatistics",
     "Extent",
     "Grant",

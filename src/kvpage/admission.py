@@ -51,6 +51,11 @@ class AdmissionGate:
         self._num_waiting = 0
         self._waiters: deque[_Waiter] = deque()
 
+    @property
+    def num_open(self) -> int:
+        """Requests whose ids are taken; does not wait for anybody."""
+        return len(self._open)
+
     def try_enter(self, request_id: str) -> None:
         """Take the id and a place in the queue.
 

@@ -36,7 +36,7 @@ from kvpage.prefix import ChainedKeys
 from kvpage.request import EngineModel, OpenChoice, Prompt, Request, prepare
 from kvpage.sampling import MAX_CHOICES, SamplingParams
 from kvpage.scheduler import Scheduler
-from kvpage.stats import BlockMap, EngineStatistics
+from kvpage.stats import BlockMap, EngineHealth, EngineStatistics
 from kvpage.stream import Completion, Mailbox, OpenRequest, TokenStream
 from kvpage.traffic import Traffic
 
@@ -157,7 +157,8 @@ class AsyncEngine:
         refused there, in the caller's task.
 
         Args:
-            prompt: text, token ids, or chat messages for the model's chat template.
+            prompt: text, token ids, or chat messages for the model's chat template, bare or in a
+                `Chat` with tools and what else the template takes.
             params: how to choose tokens and when to end; None takes what the model's own generation
                 configuration says.
             request_id: unique among open requests; None makes one up.
@@ -209,6 +210,10 @@ class AsyncEngine:
     def stats(self) -> EngineStatistics:
         """The snapshot taken after the last step. Never waits."""
         return self._thread.statistics
+
+    def health(self) -> EngineHealth:
+        """Whether the engine is alive and gets on. Cheap; from any thread, and never waits."""
+        return self._thread.health()
 
     def latencies(self) -> Latencies:
         """Histograms of how long things took since the engine was started. Never waits."""
@@ -344,13 +349,22 @@ class OpeningEngine:
     def __init__(self, load: Callable[[], AsyncEngine]) -> None:
         self._load = load
         self._engine: AsyncEngine | None = None
+        self._failed_by: Exception | None = None
+
+    def health(self) -> EngineHealth:
+        """The engine's own once it is loaded, `"starting"` or `"broken"` before; from any thread.
+
+        It lets a server say so while `async with` loads the model.
+        """
+        if self._engine is not None:
+            return self._engine.health()
+        return EngineHealth("broken" if self._failed_by else "starting", cause=self._failed_by)
 
     def __await__(self) -> Generator[Any, Any, AsyncEngine]:
         return self._open().__await__()
 
     async def __aenter__(self) -> AsyncEngine:
-        self._engine = await self._open()
-        return self._engine
+        return await self._open()
 
     async def __aexit__(
         self,
@@ -363,7 +377,12 @@ class OpeningEngine:
 
     async def _open(self) -> AsyncEngine:
         # Left alone on cancellation: the engine is dropped, and so closed, when it is complete.
-        return await anyio.to_thread.run_sync(self._load, abandon_on_cancel=True)
+        try:
+            self._engine = await anyio.to_thread.run_sync(self._load, abandon_on_cancel=True)
+        except Exception as error:
+            self._failed_by = error
+            raise
+        return self._engine
 
 
 def _default_kv_bytes(model: Any, config: EngineConfig) -> int:

@@ -23,7 +23,13 @@ from kvpage.plan import Runner, StepPlan
 from kvpage.request import OpenChoice, Request
 from kvpage.scheduler import Schedule, Scheduler, StepOutcome
 from kvpage.sequence import FinishReason
-from kvpage.stats import BlockMap, EngineStatistics, SequenceBlocks
+from kvpage.stats import (
+    BlockMap,
+    EngineHealth,
+    EngineStatistics,
+    HealthState,
+    SequenceBlocks,
+)
 from kvpage.stream import End, Mailbox, MailItem, SampledToken, Timings, Usage
 from kvpage.traffic import TrafficRecorder
 
@@ -93,6 +99,7 @@ class EngineThread:
         self.latencies = Latencies()
         self.traffic = TrafficRecorder(started_at=time.perf_counter())
         self._ended = False
+        self._progress_at: float | None = None  # None while there is no work
         self._scheduler = scheduler
         self._runner = runner
         self._gate = gate
@@ -129,6 +136,23 @@ class EngineThread:
         if self._ended:
             raise self.end_error()
 
+    def health(self) -> EngineHealth:
+        """How it is doing; from any thread, even while a step hangs."""
+        progress_at = self._progress_at
+        return EngineHealth(
+            self._health_state(),
+            self._gate.num_open,
+            0.0 if progress_at is None else time.perf_counter() - progress_at,
+            self.broken_by,
+        )
+
+    def _health_state(self) -> HealthState:
+        if self.broken_by is not None:
+            return "broken"
+        if self._ended:
+            return "closed"
+        return "running" if self._closing is None else "draining"
+
     def join(self, timeout: float | None = None) -> None:
         """Wait for the end that a `Close` brings."""
         self._thread.join(timeout)
@@ -149,6 +173,7 @@ class EngineThread:
         while self._closing != "now":
             idle = not self._open
             if idle:
+                self._progress_at = None
                 self._tell_idle()
                 if self._closing == "drain":
                     return False
@@ -156,6 +181,8 @@ class EngineThread:
                 self._handle(self._inbox.get(block=idle))
             except Empty:
                 return True
+            if idle and self._open:
+                self._progress_at = time.perf_counter()
             self.statistics = self._statistics()
         return False
 
@@ -198,7 +225,8 @@ class EngineThread:
             self._fail_step(plan, error)
             return
         self._steps += 1
-        self.latencies.step.observe(time.perf_counter() - started)
+        self._progress_at = time.perf_counter()
+        self.latencies.step.observe(self._progress_at - started)
         self._deliver(self._scheduler.update(plan, result))
 
     def _note(self, schedule: Schedule) -> None:
@@ -326,6 +354,7 @@ class EngineThread:
     def _end(self) -> None:
         """Nobody waits for ever: every open or late request learns that the engine is gone."""
         self._ended = True
+        self._progress_at = None
         self._gate.open_wide()
         self._attempt(self._scheduler.cancel_all)
         for request in list(self._open.values()):

@@ -2,13 +2,14 @@
 
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import attrs
 import numpy as np
 import numpy.typing as npt
 
 from kvpage.blocks import PoolGeometry, SequenceId
+from kvpage.chat import Chat, Message
 from kvpage.detokenizer import Detokenizer
 from kvpage.errors import RequestError, RequestFailed, RequestTooLong
 from kvpage.logits import TokenRules
@@ -18,14 +19,11 @@ from kvpage.sequence import Sequence as EngineSequence
 from kvpage.stop_strings import StopStrings
 from kvpage.stream import Mailbox
 
-Message = Mapping[str, Any]
-"""A chat message, `{"role": "user", "content": "..."}`, as the model's template wants it."""
-
 SEED_STRIDE = 0x9E3779B97F4A7C15
 """Between the seeds of a request's choices; the first has the seed that was asked for."""
 
-Prompt = str | Sequence[int] | Sequence[Message]
-"""Text, token ids, or chat messages."""
+Prompt = str | Sequence[int] | Sequence[Message] | Chat
+"""Text, token ids, or chat messages, these alone or in a `Chat` with more to say."""
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
@@ -118,31 +116,44 @@ class EngineModel:
         return encoded
 
     def _ids(self, prompt: Prompt) -> Any:
+        if isinstance(prompt, Chat):
+            return self._chat_ids(prompt)
         if not isinstance(prompt, Sequence | np.ndarray) or isinstance(prompt, bytes):
             raise RequestError(
                 f"a prompt is text, token ids or chat messages, got a {type(prompt).__name__}"
             )
-        is_text = isinstance(prompt, str)
-        is_chat = not is_text and len(prompt) > 0 and isinstance(prompt[0], Mapping)
-        if not is_text and not is_chat:
-            return _checked_ids(prompt)
-        if self.tokenizer is None:
-            raise RequestError("this engine has no tokenizer: give the prompt as token ids")
-        if is_chat and not getattr(self.tokenizer, "chat_template", None):
-            raise RequestError(f"the tokenizer of {self.name} has no chat template; give text")
+        if isinstance(prompt, str):
+            return self._text_ids(prompt)
+        if len(prompt) > 0 and isinstance(prompt[0], Mapping):
+            return self._chat_ids(Chat(messages=cast("Sequence[Message]", prompt)))
+        return _checked_ids(prompt)
+
+    def _text_ids(self, text: str) -> Any:
+        self._check_tokenizer()
         try:
-            return self._tokenized(prompt)
-        except Exception as error:  # a tokenizer or a template raises whatever it likes
+            return self.tokenizer(text)["input_ids"]
+        except Exception as error:  # a tokenizer raises whatever it likes
             raise RequestError(
                 f"the prompt cannot be encoded: {type(error).__name__}: {error}"
             ) from error
 
-    def _tokenized(self, prompt: Prompt) -> Any:
-        if isinstance(prompt, str):
-            return self.tokenizer(prompt)["input_ids"]
-        return self.tokenizer.apply_chat_template(
-            prompt, add_generation_prompt=True, return_dict=True
-        )["input_ids"]
+    def _chat_ids(self, chat: Chat) -> Any:
+        self._check_tokenizer()
+        if chat.template is None and not getattr(self.tokenizer, "chat_template", None):
+            raise RequestError(
+                f"the tokenizer of {self.name} has no chat template; give text, or a Chat with a "
+                "template"
+            )
+        try:
+            return chat.apply(self.tokenizer)
+        except Exception as error:  # a template raises whatever it likes
+            raise RequestError(
+                f"the chat template of {self.name} raised {type(error).__name__}: {error}"
+            ) from error
+
+    def _check_tokenizer(self) -> None:
+        if self.tokenizer is None:
+            raise RequestError("this engine has no tokenizer: give the prompt as token ids")
 
 
 def _checked_ids(prompt: Sequence[Any]) -> Sequence[Any]:

@@ -1,8 +1,33 @@
 """What an engine says of itself."""
 
+from typing import Literal
+
 import attrs
 
 from kvpage.blocks import BlockId, PoolGeometry, PoolStatistics
+
+HealthState = Literal["starting", "running", "draining", "broken", "closed"]
+
+
+@attrs.frozen
+class EngineHealth:
+    """Is the engine alive, and does it get on?
+
+    Attributes:
+        state: `"starting"`: its model is being loaded; `"running"`; `"draining"`: it takes no more
+            requests and has not ended; `"broken"`: it ended by an exception, or could not be
+            loaded; `"closed"`.
+        open_requests: requests that were submitted and have not ended, those that wait for a place
+            in the queue included.
+        since_progress_s: seconds since the last step ended, or since work came if none has ended
+            since; 0.0 while there is no work.
+        cause: what it broke by.
+    """
+
+    state: HealthState
+    open_requests: int = 0
+    since_progress_s: float = 0.0
+    cause: BaseException | None = None
 
 
 @attrs.frozen(kw_only=True)

@@ -10,7 +10,7 @@ from typing import Any
 import anyio
 import pytest
 
-from kvpage import AsyncEngine, ConfigError, SamplingParams
+from kvpage import AsyncEngine, Chat, ConfigError, SamplingParams
 from kvpage.pretrained import default_model_path, load_pretrained
 
 MAX_TOKENS = 24
@@ -126,6 +126,16 @@ async def test_chat_messages_go_through_the_template_once(engine: AsyncEngine) -
     tokenizer = engine.model.tokenizer
     expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
     assert engine.model.encode(messages).tolist() == expected["input_ids"]
+
+
+async def test_a_chat_goes_on_with_its_final_message(engine: AsyncEngine) -> None:
+    """The prompt ends where the message does, so that the model finishes it."""
+    messages = [
+        {"role": "user", "content": "Say hello."},
+        {"role": "assistant", "content": "Hel"},
+    ]
+    ids = engine.model.encode(Chat(messages=messages, continue_final_message=True))
+    assert engine.model.tokenizer.decode(ids).endswith("<|im_start|>assistant\nHel")
 
 
 @pytest.mark.slow
