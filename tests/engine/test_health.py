@@ -76,15 +76,16 @@ def test_requests_that_wait_for_a_place_are_open(run: Run) -> None:
 
 
 def test_a_draining_engine_says_so(run: Run) -> None:
-    """Until its last request has ended."""
+    """From the step after the call until its last request has ended."""
 
     async def main() -> None:
         async with scene(free_steps=0) as at, anyio.create_task_group() as tasks:
-            tasks.start_soon(at.engine.complete, PROMPT, SamplingParams(max_tokens=2))
+            tasks.start_soon(at.engine.complete, PROMPT, SamplingParams(max_tokens=60))
             await at.runner.gate.held()
             tasks.start_soon(lambda: at.engine.aclose(drain=True))
-            at.runner.gate.allow()
-            await until(lambda: at.engine.health().state == "draining")
+            while at.engine.health().state != "draining":
+                at.runner.gate.allow()
+                await at.runner.gate.held()
             at.let_go()
             await until(lambda: at.engine.health().state == "closed")
 
