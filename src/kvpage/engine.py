@@ -43,6 +43,8 @@ from kvpage.traffic import Traffic
 if TYPE_CHECKING:
     import torch
 
+    from kvpage.pretrained import Pretrained
+
 
 class AsyncEngine:
     """Generates text with a language model, in this process, on asyncio or trio.
@@ -115,11 +117,28 @@ class AsyncEngine:
             from kvpage.pretrained import load_pretrained
 
             loaded = load_pretrained(model, dtype=dtype, device=device, cache_dir=cache_dir)
-            engine = cls.__new__(cls)
-            engine._open_model(loaded.name, loaded.model, loaded.tokenizer, config)
-            return engine
+            return cls.from_loaded(loaded, **settings)
 
         return OpeningEngine(load)
+
+    @classmethod
+    def from_loaded(cls, loaded: "Pretrained", **settings: Any) -> Self:
+        """Start an engine over what `kvpage.pretrained.load_pretrained` loaded.
+
+        Several engines, one after another or at once, may share the weights. Takes as long as one
+        forward pass of a token.
+
+        Args:
+            loaded: a model and its tokenizer; not changed.
+            settings: see `EngineConfig`.
+
+        Raises:
+            ConfigError: the settings cannot work.
+            PluginError: the allocator is unknown or breaks the rules.
+        """
+        engine = cls.__new__(cls)
+        engine._open_model(loaded.name, loaded.model, loaded.tokenizer, EngineConfig(**settings))
+        return engine
 
     @classmethod
     def from_runner(

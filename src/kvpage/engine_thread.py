@@ -210,24 +210,30 @@ class EngineThread:
             self._forget(request)
 
     def _step(self) -> None:
+        started, computing_s = time.perf_counter(), 0.0
         schedule = self._scheduler.schedule()
         self._note(schedule)
         if schedule.plan is not None:
-            self._execute(schedule.plan)
+            computing_s = self._execute(schedule.plan)
         self.statistics = self._statistics()  # before anybody wakes up and looks at it
         self._wake_readers()
+        if schedule.plan is not None:
+            self.latencies.host.observe(time.perf_counter() - started - computing_s)
 
-    def _execute(self, plan: StepPlan) -> None:
+    def _execute(self, plan: StepPlan) -> float:
+        """Compute a step and deliver its tokens; returns the seconds that the runner took."""
         started = time.perf_counter()
         try:
             result = self._runner.execute(plan)
         except Exception as error:
             self._fail_step(plan, error)
-            return
+            return time.perf_counter() - started
+        computing_s = time.perf_counter() - started
         self._steps += 1
-        self._progress_at = time.perf_counter()
-        self.latencies.step.observe(self._progress_at - started)
+        self._progress_at = started + computing_s
+        self.latencies.step.observe(computing_s)
         self._deliver(self._scheduler.update(plan, result))
+        return computing_s
 
     def _note(self, schedule: Schedule) -> None:
         now = time.perf_counter()

@@ -11,6 +11,9 @@ SECONDS = (
 )
 """Upper bounds of the buckets: a step of a small model up to a long answer on a slow machine."""
 
+HOST_SECONDS = (0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1)
+"""Upper bounds of the buckets for the work around a step."""
+
 
 @attrs.frozen
 class HistogramSnapshot:
@@ -60,6 +63,7 @@ class Latencies:
         inter_token: between two tokens of a request.
         request: from submission to the last token, per finished request.
         step: one execution of the model, sampling included.
+        host: the rest of a step: deciding it, delivering its tokens.
     """
 
     queue: Histogram = attrs.field(factory=Histogram)
@@ -67,3 +71,4 @@ class Latencies:
     inter_token: Histogram = attrs.field(factory=Histogram)
     request: Histogram = attrs.field(factory=Histogram)
     step: Histogram = attrs.field(factory=Histogram)
+    host: Histogram = attrs.field(factory=lambda: Histogram(HOST_SECONDS))

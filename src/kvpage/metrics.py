@@ -97,6 +97,7 @@ class _EngineCollector(Collector):
             ("inter_token_seconds", latencies.inter_token, "Between tokens of a request."),
             ("request_seconds", latencies.request, "From submission to the last token."),
             ("step_seconds", latencies.step, "One execution of the model."),
+            ("host_seconds", latencies.host, "Deciding a step and delivering its tokens."),
         ):
             family = HistogramMetricFamily(f"kvpage_{name}", help_text, labels=[*self._labels])
             snapshot = histogram.snapshot()

@@ -48,6 +48,7 @@ async def test_requests_tokens_and_latencies_are_counted() -> None:
     assert samples["kvpage_request_seconds_count", ""] == ended["finished"]
     assert samples["kvpage_inter_token_seconds_count", ""] >= 2 * 4
     assert samples["kvpage_step_seconds_count", ""] == samples["kvpage_steps_total", ""]
+    assert samples["kvpage_host_seconds_count", ""] == samples["kvpage_steps_total", ""]
     states = ("free", "used", "cached")
     assert sum(samples["kvpage_blocks", f"state={s}"] for s in states) == total_blocks
     assert samples["kvpage_blocks", "state=used"] == 0
