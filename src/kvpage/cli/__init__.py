@@ -6,6 +6,7 @@ import typer
 
 from kvpage.cli.allocators import allocators
 from kvpage.cli.generate import generate
+from kvpage.cli.serve import serve
 from kvpage.cli.simulate import simulate
 from kvpage.errors import KvpageError
 
@@ -17,6 +18,7 @@ app = typer.Typer(
     add_completion=False,
 )
 app.command()(generate)
+app.command()(serve)
 app.command()(allocators)
 app.command()(simulate)
 

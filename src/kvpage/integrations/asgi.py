@@ -1,0 +1,267 @@
+"""OpenAI's HTTP API as an ASGI app, to be mounted in any ASGI program. Needs the extra `serve`.
+
+It starts nothing of its own: it shares the event loop of its host, asyncio's or trio's, and serves
+engines that the host opens and closes::
+
+    async with kvpage.AsyncEngine.from_pretrained() as engine:
+        app = Starlette(routes=[Mount("/llm", openai_app(engine))])
+"""
+
+import logging
+import time
+import traceback
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from functools import partial
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import attrs
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from pydantic import ValidationError
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Mount, Route, Router
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from kvpage.engine import AsyncEngine
+from kvpage.errors import KvpageError
+from kvpage.integrations.connection import ClientGone, EventStream, read_body, while_connected
+from kvpage.integrations.guards import ApiKeyGuard
+from kvpage.integrations.openai.document import openapi_document
+from kvpage.integrations.openai.errors import ApiError, api_error, invalid_body, json_response
+from kvpage.integrations.openai.generation import Job, chat_job, completion_job, response_job
+from kvpage.integrations.openai.requests import (
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    ResponseRequest,
+)
+from kvpage.metrics import register
+
+logger = logging.getLogger("kvpage.http")
+
+LARGE_BODY_BYTES = 64 * 2**10
+"""A longer body is parsed in a thread: the event loop goes on meanwhile."""
+
+OpenJob = Callable[[Any, AsyncEngine], Awaitable[Job]]
+
+
+@attrs.frozen(kw_only=True)
+class Limits:
+    """What one request may take.
+
+    Attributes:
+        body_bytes: length of its body.
+        body_s: seconds for its body to arrive; None: no limit.
+        request_s: seconds for its answer, queueing included; None: no limit.
+    """
+
+    body_bytes: int = 4 * 2**20
+    body_s: float | None = 30.0
+    request_s: float | None = None
+
+
+def openai_app(
+    engines: AsyncEngine | Mapping[str, AsyncEngine],
+    *,
+    api_keys: Collection[str] = (),
+    cors_origins: Collection[str] = (),
+    limits: Limits | None = None,
+) -> ASGIApp:
+    """OpenAI's API over engines that are open.
+
+    `/v1/models`, `/v1/completions`, `/v1/chat/completions`, `/v1/responses`, and beside them
+    `/health`, `/metrics` and `/openapi.json`.
+
+    Args:
+        engines: an engine, served under its model's name, or several by the names that requests
+            call them by. Not closed by the app.
+        api_keys: who brings one of these as bearer token may use `/v1`; none: everybody may.
+        cors_origins: origins whose web pages may call; `"*"` for all.
+        limits: of one request.
+    """
+    if isinstance(engines, AsyncEngine):
+        engines = {engines.model.name: engines}
+    api: ASGIApp = Router(_api_routes(dict(engines), limits or Limits()))
+    if api_keys:
+        api = ApiKeyGuard(api, api_keys)
+    app: ASGIApp = Starlette(
+        routes=[*_about_routes(dict(engines)), Mount("/v1", api)],
+        exception_handlers={HTTPException: _http_error},
+    )
+    if cors_origins:
+        app = CORSMiddleware(
+            app,
+            allow_origins=[*cors_origins],
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+        )
+    return app
+
+
+def _api_routes(engines: Mapping[str, AsyncEngine], limits: Limits) -> list[BaseRoute]:
+    models = _Models(engines)
+    endpoint = partial(_Endpoint, engines=engines, limits=limits)
+    return [
+        Route("/models", models.list),
+        Route("/models/{name:path}", models.one),
+        Route("/completions", endpoint(CompletionRequest, completion_job), methods=["POST"]),
+        Route("/chat/completions", endpoint(ChatRequest, chat_job), methods=["POST"]),
+        Route("/responses", endpoint(ResponseRequest, response_job), methods=["POST"]),
+    ]
+
+
+def _about_routes(engines: Mapping[str, AsyncEngine]) -> list[BaseRoute]:
+    registry = CollectorRegistry()
+    # An engine that goes by several names is measured once, under the first.
+    for engine, name in {engine: name for name, engine in reversed(engines.items())}.items():
+        register(engine, registry, model=name)
+
+    async def metrics(_request: Request) -> Response:
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+    async def document(_request: Request) -> Response:
+        return json_response(openapi_document([*engines]))
+
+    return [
+        Route("/health", partial(_health, engines)),
+        Route("/metrics", metrics),
+        Route("/openapi.json", document),
+    ]
+
+
+class _Models:
+    """What there is to choose from."""
+
+    def __init__(self, engines: Mapping[str, AsyncEngine]) -> None:
+        self._engines = engines
+        self._created = int(time.time())
+
+    async def list(self, _request: Request) -> Response:
+        models = [self._about(name) for name in self._engines]
+        return json_response({"object": "list", "data": models})
+
+    async def one(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        if name not in self._engines:
+            return _no_such_model(name, self._engines).response()
+        return json_response(self._about(name))
+
+    def _about(self, name: str) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "kvpage",
+            "max_model_len": self._engines[name].geometry.max_model_len,
+        }
+
+
+class _Endpoint:
+    """An ASGI app that answers one kind of request."""
+
+    def __init__(
+        self,
+        body: type[GenerationRequest],
+        open_job: OpenJob,
+        *,
+        engines: Mapping[str, AsyncEngine],
+        limits: Limits,
+    ) -> None:
+        self._body = body
+        self._open_job = open_job
+        self._engines = engines
+        self._limits = limits
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer; every failure is told to the client in OpenAI's shape."""
+        exchange = _Exchange(EventStream(send))
+        try:
+            request = await self._read(scope, receive)
+            with anyio.fail_after(self._limits.request_s):
+                response = await while_connected(
+                    receive,
+                    partial(self._answer, request, exchange),
+                    meanwhile=exchange.events.keep_alive,
+                )
+        except ClientGone:
+            return
+        except Exception as error:
+            response = await exchange.failed(error)
+        if response is not None:
+            await response(scope, receive, send)
+
+    async def _read(self, scope: Scope, receive: Receive) -> GenerationRequest:
+        kind = Request(scope).headers.get("content-type", "").partition(";")[0]
+        if kind.strip().lower() != "application/json":
+            # A web page may send any other type without asking first.
+            raise ApiError(status=415, message="the body must have Content-Type: application/json")
+        limits = self._limits
+        body = await read_body(receive, max_bytes=limits.body_bytes, timeout_s=limits.body_s)
+        if len(body) > LARGE_BODY_BYTES:
+            return await anyio.to_thread.run_sync(self._parse, body)
+        return self._parse(body)
+
+    def _parse(self, body: bytes) -> GenerationRequest:
+        try:
+            return self._body.model_validate_json(body)
+        except ValidationError as error:
+            raise invalid_body(error) from None
+
+    async def _answer(self, request: GenerationRequest, exchange: "_Exchange") -> Response | None:
+        engine = self._engines.get(request.model)
+        if engine is None:
+            raise _no_such_model(request.model, self._engines)
+        exchange.job = await self._open_job(request, engine)
+        return await exchange.job.run(exchange.events)
+
+
+@attrs.define
+class _Exchange:
+    """How far the answer to one request has come."""
+
+    events: EventStream
+    job: Job | None = None
+
+    async def failed(self, error: Exception) -> Response | None:
+        """Tell the client; as an event if the answer has begun."""
+        engine = self.job.engine if self.job else None
+        told = api_error(error, engine)
+        if not isinstance(error, (ApiError, KvpageError, TimeoutError)):
+            _log_fault(error)
+        if self.job is None or not self.events.started:
+            return told.response()
+        await self.events.emit(self.job.answer.failure(told.body()["error"]))
+        await self.events.end()
+        return None
+
+
+def _log_fault(error: Exception) -> None:
+    """Where it happened, and not its message: that may quote a prompt."""
+    frames = "".join(traceback.format_tb(error.__traceback__))
+    logger.error("a request failed by %s\n%s", type(error).__name__, frames)
+
+
+def _no_such_model(name: str, engines: Mapping[str, AsyncEngine]) -> ApiError:
+    known = ", ".join(map(repr, engines))
+    return ApiError(
+        status=404,
+        message=f"there is no model {name!r}; this server has {known}",
+        param="model",
+        code="model_not_found",
+    )
+
+
+async def _health(engines: Mapping[str, AsyncEngine], _request: Request) -> Response:
+    return json_response({"status": "ok"})
+
+
+async def _http_error(_request: Request, error: Exception) -> Response:
+    """No such path, or not by this method."""
+    assert isinstance(error, HTTPException)
+    told = ApiError(status=error.status_code, message=error.detail, headers=error.headers or {})
+    return told.response()
