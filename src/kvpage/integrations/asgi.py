@@ -28,7 +28,7 @@ from starlette.routing import BaseRoute, Mount, Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvpage.engine import AsyncEngine
-from kvpage.errors import KvpageError
+from kvpage.errors import EngineClosed, KvpageError
 from kvpage.integrations.connection import ClientGone, EventStream, read_body, while_connected
 from kvpage.integrations.guards import ApiKeyGuard
 from kvpage.integrations.openai.document import openapi_document
@@ -46,6 +46,9 @@ logger = logging.getLogger("kvpage.http")
 
 LARGE_BODY_BYTES = 64 * 2**10
 """A longer body is parsed in a thread: the event loop goes on meanwhile."""
+
+HEALTH_S = 10.0
+"""An engine that finishes no step in this time is not well."""
 
 OpenJob = Callable[[Any, AsyncEngine], Awaitable[Job]]
 
@@ -117,9 +120,11 @@ def _api_routes(engines: Mapping[str, AsyncEngine], limits: Limits) -> list[Base
 
 def _about_routes(engines: Mapping[str, AsyncEngine]) -> list[BaseRoute]:
     registry = CollectorRegistry()
-    # An engine that goes by several names is measured once, under the first.
-    for engine, name in {engine: name for name, engine in reversed(engines.items())}.items():
-        register(engine, registry, model=name)
+    measured: set[AsyncEngine] = set()  # an engine with several names goes by the first
+    for name, engine in engines.items():
+        if engine not in measured:
+            register(engine, registry, model=name)
+            measured.add(engine)
 
     async def metrics(_request: Request) -> Response:
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
@@ -257,7 +262,23 @@ def _no_such_model(name: str, engines: Mapping[str, AsyncEngine]) -> ApiError:
 
 
 async def _health(engines: Mapping[str, AsyncEngine], _request: Request) -> Response:
-    return json_response({"status": "ok"})
+    """200 if every engine does its work, else 503; what is known of each."""
+    states = {name: await _state(engine) for name, engine in engines.items()}
+    well = all(state == "running" for state in states.values())
+    return json_response(
+        {"status": "ok" if well else "failed", "models": states}, 200 if well else 503
+    )
+
+
+async def _state(engine: AsyncEngine) -> str:
+    try:
+        with anyio.fail_after(HEALTH_S):
+            await engine.block_map()  # answered between two steps
+    except TimeoutError:
+        return "stuck"
+    except KvpageError as error:
+        return "closed" if isinstance(error, EngineClosed) else "broken"
+    return "running"
 
 
 async def _http_error(_request: Request, error: Exception) -> Response:

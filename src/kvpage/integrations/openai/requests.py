@@ -232,7 +232,10 @@ class ChatRequest(GenerationRequest):
     function_call: Unsupported = None
     functions: Unsupported = None
     prediction: Unsupported = None
+    moderation: Unsupported = None
     prompt_cache_key: Unsupported = None
+    prompt_cache_options: Unsupported = None
+    prompt_cache_retention: Unsupported = None
     reasoning_effort: Unsupported = None
     safety_identifier: Unsupported = None
     verbosity: Unsupported = None
@@ -287,6 +290,9 @@ class ResponseRequest(GenerationRequest):
     max_tool_calls: Unsupported = None
     previous_response_id: Unsupported = None
     prompt: Unsupported = None
+    moderation: Unsupported = None
     prompt_cache_key: Unsupported = None
+    prompt_cache_options: Unsupported = None
+    prompt_cache_retention: Unsupported = None
     reasoning: Unsupported = None
     safety_identifier: Unsupported = None
