@@ -31,7 +31,8 @@ class Schedule:
     """The scheduler's decision.
 
     Attributes:
-        plan: what to compute; None when there is nothing.
+        plan: what to compute; None when there is nothing, or when something failed: the requests of
+            those sequences may have others, which end first.
         admitted: sequences that entered the batch, for the first time or again.
         failures: sequences that are over, each with what it ended by.
     """
@@ -143,7 +144,7 @@ class Scheduler:
         self._grow()
         if self.num_preemptions == preempted:  # who was preempted must not come back at once
             self._admit_waiting()
-        plan = self._plan() if self._running else None
+        plan = self._plan() if self._running and not self._failures else None
         schedule = Schedule(plan, tuple(self._admitted), tuple(self._failures))
         self._admitted, self._failures = [], []
         return schedule

@@ -394,6 +394,7 @@ async def read_unless_failing(engine: AsyncEngine, ask: Ask, rng: Random) -> Non
 WAYS: tuple[Way, ...] = (
     read_all,
     read_all,
+    read_all,
     read_slowly,
     read_late,
     break_out,
@@ -443,7 +444,7 @@ class Round:
             max_num_seqs=rng.choice((1, 3, 6)),
             max_batch_tokens=rng.choice((1, 7, 16, 256)),
             max_waiting=rng.choice((1, 3, 100)),
-            when_busy=rng.choice(("wait", "raise")),
+            when_busy=rng.choice(("wait", "wait", "raise")),
             prefix_cache=rng.choice((True, False)),
         )
 

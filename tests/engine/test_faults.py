@@ -242,9 +242,10 @@ BAD = SequenceId(MAX_CHOICES)  # of the second request
 class Raising(FixedAllocator):
     """Raises in one method for one sequence."""
 
-    def __init__(self, geometry: PoolGeometry, *, method: str) -> None:
+    def __init__(self, geometry: PoolGeometry, *, method: str, bad: SequenceId = BAD) -> None:
         super().__init__(geometry)
         self._method = method
+        self._bad = bad
 
     def admit(
         self, seq: SequenceId, num_tokens: int, *, max_tokens: int, shared_tokens: int = 0
@@ -261,7 +262,7 @@ class Raising(FixedAllocator):
         self._raise_in("finish", seq)
 
     def _raise_in(self, method: str, seq: SequenceId) -> None:
-        if method == self._method and seq == BAD:
+        if method == self._method and seq == self._bad:
             raise LookupError("lost a block")
 
 
@@ -308,6 +309,25 @@ def test_an_allocator_that_raises_fails_one_request(run: Run, method: str) -> No
             assert str(second) == expected
             assert second.plugin == "raising"
             assert first == third == undisturbed(PROMPT, 5)
+            await check_nothing_left(at.engine, "again")
+
+    run(main)
+
+
+@pytest.mark.parametrize("method", ["admit", "extend"])
+def test_a_fault_of_one_choice_ends_the_others_before_the_next_step(run: Run, method: str) -> None:
+    """The whole request gets `AllocatorFault`, and nothing is computed for what it has given up."""
+
+    def raising(geometry: PoolGeometry) -> Raising:
+        return Raising(geometry, method=method, bad=SequenceId(BAD + 2))
+
+    async def main() -> None:
+        async with scene(allocator=raising) as at:
+            params = SamplingParams(max_tokens=30)
+            async with at.engine.generate(PROMPT, params) as other:
+                with pytest.raises(AllocatorFault):
+                    await at.engine.complete(PROMPT, SamplingParams(n=3, max_tokens=20))
+                assert [token.id async for token in other] == undisturbed(PROMPT, 30)
             await check_nothing_left(at.engine, "again")
 
     run(main)

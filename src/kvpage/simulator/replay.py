@@ -134,7 +134,7 @@ class Replay:
         self._counts.failed += len(schedule.failures)
         self._note_admissions(schedule)
         if schedule.plan is None:
-            return self._skip_to_next_arrival()
+            return bool(schedule.failures) or self._skip_to_next_arrival()
         step_time = self._settings.step_time
         duration = step_time.of(schedule.plan) if step_time else 1.0
         self._measure(schedule.plan, duration)
