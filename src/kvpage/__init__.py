@@ -32,6 +32,7 @@ from kvpage.errors import (
     StepFailed,
     UnsupportedModelError,
 )
+from kvpage.grammar import StructuredOutputs
 from kvpage.hookspecs import hookimpl
 from kvpage.plugins import InstalledAllocator, installed_allocators
 from kvpage.sampling import Logprobs, SamplingParams
@@ -78,6 +79,7 @@ __all__ = [
     "SequenceBlocks",
     "SequenceId",
     "StepFailed",
+    "StructuredOutputs",
     "Timings",
     "Token",
     "TokenStream",

@@ -58,7 +58,7 @@ class RunningBatch:
         self.max_total_tokens[row] = sequence.max_total_tokens
         self.scored_tokens[row] = sequence.scored_tokens
         self._put_stop_ids(row, sequence.stop_token_ids)
-        self.sampling.put(row, sequence.params, sequence.seed, sequence.rules)
+        self.sampling.put(row, sequence.params, sequence.seed, sequence.rules, sequence.matcher)
         self.sequences[row] = sequence
         sequence.row = row
         sequence.state = SequenceState.RUNNING

@@ -12,6 +12,8 @@ from kvpage.blocks import PoolGeometry, SequenceId
 from kvpage.chat import Chat, Message
 from kvpage.detokenizer import Detokenizer
 from kvpage.errors import RequestError, RequestFailed, RequestTooLong
+from kvpage.grammar import Grammars
+from kvpage.guided import LLGuidance
 from kvpage.logits import TokenRules
 from kvpage.prefix import PrefixKeys
 from kvpage.sampling import SamplingParams
@@ -38,6 +40,7 @@ class EngineModel:
         eos_token_ids: end a text unless `ignore_eos`.
         tokenizer: transformers' tokenizer; None means prompts are token ids only.
         default_params: for requests that bring none.
+        grammars: compiles the grammars of requests; by llguidance, unless others are given.
     """
 
     name: str
@@ -45,6 +48,12 @@ class EngineModel:
     eos_token_ids: tuple[int, ...] = ()
     tokenizer: Any = None
     default_params: SamplingParams = attrs.field(factory=SamplingParams)
+    grammars: Grammars = attrs.field(
+        default=attrs.Factory(
+            lambda self: LLGuidance(self.tokenizer, self.vocab_size, self.eos_token_ids),
+            takes_self=True,
+        )
+    )
 
     def encode(self, prompt: Prompt) -> npt.NDArray[np.int32]:
         """Token ids of a prompt. May take long; call it from a thread.
@@ -239,6 +248,8 @@ def prepare(
     max_total_tokens = _max_total_tokens(len(tokens), params.max_tokens, geometry)
     _check_room(len(tokens), params.min_tokens, max_total_tokens)
     seed = secrets.randbits(64) if params.seed is None else params.seed
+    wanted = params.structured_outputs
+    matcher = None if wanted is None else model.grammars.compile(wanted)
     first = EngineSequence(
         id=SequenceId(number),
         tokens=tokens,
@@ -247,6 +258,7 @@ def prepare(
         params=params,
         seed=seed,
         rules=_rules(params, stop_token_ids, model),
+        matcher=matcher,
         stop_token_ids=stop_token_ids,
         prefix_keys=new_keys() if new_keys else None,
         priority=priority,
@@ -256,6 +268,7 @@ def prepare(
             first,
             id=SequenceId(number + index),
             seed=(seed + index * SEED_STRIDE) % 2**64,
+            matcher=None if matcher is None else matcher.fork(),
             prefix_keys=new_keys() if new_keys else None,
             fork_of=first,
         )

@@ -190,7 +190,7 @@ def _result(logits: torch.Tensor, plan: StepPlan) -> StepResult:
         token_ids,
         logprobs=token_logprobs(to_sample, plan.sampling, token_ids),
         prompt_logprobs=logprobs_of(of_prompts, scores.token_ids, scores.num_top) if scores else (),
-        failures=failures(token_ids, raised),
+        failures=failures(token_ids, plan.sampling, raised),
     )
 
 

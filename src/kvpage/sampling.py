@@ -1,9 +1,9 @@
 """How the next token is chosen: the parameters of a request, and the choice for a whole batch.
 
-The order of the steps: the request's own processors, rules and penalties (see `logits`),
-temperature, min-p, top-k, top-p, then one draw (see `draw`). A draw needs a single uniform number
-per row, a pure function of the request's seed and of the token's index, so a seed gives the same
-numbers alone, in any batch, and after preemption.
+The order of the steps: the request's own processors, its grammar (see `grammar`), rules and
+penalties (see `logits`), temperature, min-p, top-k, top-p, then one draw (see `draw`). A draw needs
+a single uniform number per row, a pure function of the request's seed and of the token's index, so
+a seed gives the same numbers alone, in any batch, and after preemption.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from kvpage.draw import NO_TOKEN, Cuts, draw, most_likely
 from kvpage.errors import RequestError, StepFailed
+from kvpage.grammar import Matcher, StructuredOutputs, TokenMasks
 from kvpage.logits import (
     History,
     Penalties,
@@ -105,6 +106,11 @@ def _callables(_instance: object, attribute: "attrs.Attribute[Any]", value: Any)
             raise RequestError(f"{attribute.name} must hold callables, got {processor!r}")
 
 
+def _structured(_instance: object, attribute: "attrs.Attribute[Any]", value: Any) -> None:
+    if value is not None and not isinstance(value, StructuredOutputs):
+        raise RequestError(f"{attribute.name} must be StructuredOutputs, got {value!r}")
+
+
 def _several(values: Iterable[Any]) -> tuple[Any, ...]:
     if not isinstance(values, Iterable):
         raise RequestError(f"a sequence of values is due where {values!r} was given")
@@ -155,6 +161,8 @@ class SamplingParams:
         logits_processors: callables `(token_ids int64[1, t], logits float32[1, vocabulary]) ->
             logits`, called in order before all other changes; transformers' `LogitsProcessor`
             objects have this form. One that raises ends its own request only.
+        structured_outputs: the form that the output must have; the request ends with `"stop"` when
+            it is complete. Needs the extra `guided`.
 
     Raises:
         RequestError: a value is out of range; the sentence names it.
@@ -190,6 +198,7 @@ class SamplingParams:
     logits_processors: tuple[Processor, ...] = attrs.field(
         default=(), converter=_several, validator=_callables
     )
+    structured_outputs: StructuredOutputs | None = attrs.field(default=None, validator=_structured)
 
     def __attrs_post_init__(self) -> None:
         """Refuse what contradicts itself."""
@@ -227,10 +236,12 @@ class SamplingRows:
         seed: `uint64[n]`.
         penalties: of the n rows.
         penalised: `bool[n]`, which of them have any.
-        changed: `bool[n]`, which of them have penalties or rules.
+        changed: `bool[n]`, which of them have penalties, rules or a grammar.
         needs_history: `bool[n]`, whose penalties or rules look at the tokens so far.
         logprobs: `int64[n]`, how many of the most likely tokens to report; -1 reports nothing.
         rules: `object[n]`, a row's `TokenRules` or None.
+        guided: `bool[n]`, which of them follow a grammar.
+        matchers: `object[n]`, a row's `Matcher` or None.
     """
 
     temperature: npt.NDArray[np.float32]
@@ -244,6 +255,8 @@ class SamplingRows:
     needs_history: npt.NDArray[np.bool_]
     logprobs: npt.NDArray[np.int64]
     rules: npt.NDArray[np.object_]
+    guided: npt.NDArray[np.bool_]
+    matchers: npt.NDArray[np.object_]
 
     @classmethod
     def empty(cls, num_rows: int) -> "SamplingRows":
@@ -260,10 +273,17 @@ class SamplingRows:
             np.zeros(num_rows, np.bool_),
             np.full(num_rows, -1, np.int64),
             np.full(num_rows, None, np.object_),
+            np.zeros(num_rows, np.bool_),
+            np.full(num_rows, None, np.object_),
         )
 
     def put(
-        self, row: int, params: SamplingParams, seed: int, rules: TokenRules | None = None
+        self,
+        row: int,
+        params: SamplingParams,
+        seed: int,
+        rules: TokenRules | None = None,
+        matcher: Matcher | None = None,
     ) -> None:
         """Enter one request's parameters in `row`."""
         self.temperature[row] = 0.0 if params.greedy else params.temperature
@@ -275,10 +295,12 @@ class SamplingRows:
         self.penalties.presence[row] = params.presence_penalty
         self.penalties.frequency[row] = params.frequency_penalty
         self.penalised[row] = params.penalised
-        self.changed[row] = params.penalised or rules is not None
+        self.changed[row] = params.penalised or rules is not None or matcher is not None
         self.needs_history[row] = params.penalised or (rules is not None and rules.needs_history)
         self.logprobs[row] = -1 if params.logprobs is None else min(params.logprobs, _MANY)
         self.rules[row] = rules
+        self.guided[row] = matcher is not None
+        self.matchers[row] = matcher
 
     def take(self, rows: npt.NDArray[np.int64]) -> "SamplingRows":
         """A copy of the rows named by `rows`."""
@@ -294,7 +316,27 @@ class SamplingRows:
             self.needs_history[rows],
             self.logprobs[rows],
             self.rules[rows],
+            self.guided[rows],
+            self.matchers[rows],
         )
+
+    def accept(
+        self, token_ids: npt.NDArray[np.int64]
+    ) -> tuple[npt.NDArray[np.bool_], dict[int, StepFailed]]:
+        """Let the grammars go on by the tokens that were sampled, `int64[n]`.
+
+        Returns:
+            `bool[n]`, whose output is complete, and for each row whose grammar cannot follow what
+            its request fails by.
+        """
+        complete = np.zeros(len(token_ids), np.bool_)
+        failed = {}
+        for row in np.flatnonzero(self.guided & (token_ids != NO_TOKEN)).tolist():
+            complete[row] = self.matchers[row].accept(int(token_ids[row]))
+            failure = self.matchers[row].failure if complete[row] else None
+            if failure is not None:
+                failed[row] = _left_grammar(failure)
+        return complete, failed
 
 
 @attrs.frozen
@@ -370,6 +412,7 @@ def sample(
     """
     import torch
 
+    masks = TokenMasks.of(rows.matchers) if rows.guided.any() else None
     points = torch.from_numpy(uniforms(rows.seed, indices)).to(logits.device)
     tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     for part in _parts(rows, logits):
@@ -377,6 +420,8 @@ def sample(
         some, of_part = logits.index_select(0, chosen), rows.take(part)
         if of_part.changed.any():
             some = some.float()
+            if masks is not None and of_part.guided[0]:
+                masks.apply(some, part)
             _change(some, of_part, indices[part], history.among(part) if history else None)
         if of_part.temperature[0] == 0:
             tokens[chosen] = most_likely(some)
@@ -387,17 +432,25 @@ def sample(
 
 
 def failures(
-    token_ids: npt.NDArray[np.int64], raised: Mapping[int, StepFailed]
+    token_ids: npt.NDArray[np.int64], rows: SamplingRows, raised: Mapping[int, StepFailed]
 ) -> dict[int, StepFailed]:
     """What the requests of those rows fail by from which `sample` could choose nothing."""
-    return {
-        row: raised.get(row)
-        or StepFailed(
-            "there is no token to choose: the request forbids every one, or the model gave logits "
-            "that are not finite"
-        )
-        for row in np.flatnonzero(token_ids == NO_TOKEN).tolist()
-    }
+    without = np.flatnonzero(token_ids == NO_TOKEN).tolist()
+    return {row: raised.get(row) or _no_token(rows.matchers[row]) for row in without}
+
+
+def _no_token(matcher: Matcher | None) -> StepFailed:
+    failure = matcher.failure if matcher is not None else None
+    if failure is not None:
+        return _left_grammar(failure)
+    return StepFailed(
+        "there is no token to choose: the request forbids every one, or the model gave logits "
+        "that are not finite"
+    )
+
+
+def _left_grammar(reason: str) -> StepFailed:
+    return StepFailed(f"the output cannot be continued by its grammar: {reason}")
 
 
 def token_logprobs(
@@ -464,7 +517,7 @@ def _parts(rows: SamplingRows, logits: "torch.Tensor") -> Iterator[npt.NDArray[n
     """All rows, in parts whose rows need the same work."""
     drawn = rows.temperature > 0
     cut_by_k = (rows.top_k > 0) & (rows.top_k < logits.shape[-1])
-    kinds = drawn * (1 + 4 * cut_by_k + 2 * (rows.top_p < 1)) + 8 * rows.changed
+    kinds = drawn * (1 + 4 * cut_by_k + 2 * (rows.top_p < 1)) + 8 * rows.changed + 16 * rows.guided
     order = np.argsort(kinds, kind="stable")
     at_once = _rows_at_once(logits)
     for group in np.split(order, np.flatnonzero(np.diff(kinds[order])) + 1):

@@ -160,12 +160,15 @@ class Scheduler:
         stopped, full = batch.append(plan.sample_rows, result.token_ids)
         sequences = [batch.sequences[row] for row in plan.sample_rows.tolist()]
         reasons: list[FinishReason | None] = [None] * len(sequences)
-        stopped[list(result.failures)] = True
+        complete, left_grammar = plan.sampling.accept(result.token_ids)
+        failures = {**left_grammar, **result.failures}
+        stopped |= complete
+        stopped[list(failures)] = True
         for i in np.flatnonzero(stopped | full).tolist():
             reasons[i] = "stop" if stopped[i] else "length"
             self._leave_batch(sequences[i], SequenceState.FINISHED)
         outcome = StepOutcome(sequences, result.token_ids.tolist(), reasons, result.logprobs)
-        return outcome.without(result.failures) if result.failures else outcome
+        return outcome.without(failures) if failures else outcome
 
     def abandon(self, plan: StepPlan) -> list[Sequence]:
         """End every sequence of a step that failed; returns them.

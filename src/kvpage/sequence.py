@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpage.blocks import SequenceId
+from kvpage.grammar import Matcher
 from kvpage.logits import TokenRules
 from kvpage.prefix import PrefixKeys
 from kvpage.sampling import Logprobs, SamplingParams
@@ -38,6 +39,7 @@ class Sequence:
         params: how tokens are chosen.
         seed: the effective seed.
         rules: what its parameters allow, forbid and favour; None where they have no such rules.
+        matcher: follows its output through the grammar that it must have; None without one.
         stop_token_ids: the tokens that end it (the model's own and the request's).
         fork_of: a sequence of the same prompt, whose blocks it shares if that one runs when it is
             admitted.
@@ -59,6 +61,7 @@ class Sequence:
     params: SamplingParams = attrs.field(factory=SamplingParams)
     seed: int = 0
     rules: TokenRules | None = None
+    matcher: Matcher | None = None
     stop_token_ids: tuple[int, ...] = ()
     fork_of: "Sequence | None" = None
     prefix_keys: PrefixKeys | None = None

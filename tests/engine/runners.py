@@ -10,7 +10,7 @@ import torch
 
 from kvpage.blocks import PoolGeometry
 from kvpage.plan import StepPlan, StepResult
-from kvpage.sampling import sample
+from kvpage.sampling import failures, sample
 from kvpage.testing import FakeRunner
 
 GEOMETRY = PoolGeometry(num_blocks=64, block_size=4, max_model_len=128)
@@ -126,7 +126,9 @@ class SamplingRunner:
         if not self._reads:
             return StepResult(np.empty(0, np.int64))
         logits = torch.stack([arbitrary_logits(tokens) for tokens in self._reads])
-        return StepResult(sample(logits, plan.sampling, plan.sample_indices, plan.history).numpy())
+        sampling = plan.sampling
+        token_ids = sample(logits, sampling, plan.sample_indices, plan.history).numpy()
+        return StepResult(token_ids, failures=failures(token_ids, sampling, {}))
 
     def close(self) -> None:
         self._fake.close()

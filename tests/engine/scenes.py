@@ -11,6 +11,7 @@ import attrs
 
 from kvpage import AsyncEngine, SamplingParams
 from kvpage.blocks import PoolGeometry
+from kvpage.grammar import Grammars
 from kvpage.plan import Runner
 from kvpage.request import EngineModel
 from kvpage.testing import undisturbed
@@ -30,10 +31,13 @@ def fake_engine(
     *,
     geometry: PoolGeometry = GEOMETRY,
     tokenizer: Any = None,
+    grammars: Grammars | None = None,
     **settings: Any,
 ) -> AsyncEngine:
     """An engine over `runner`, or over one that never waits."""
     model = EngineModel("fake", VOCAB_SIZE, tokenizer=tokenizer)
+    if grammars is not None:
+        model = attrs.evolve(model, grammars=grammars)
     return AsyncEngine.from_runner(runner or GatedRunner(geometry), geometry, model, **settings)
 
 

@@ -242,7 +242,7 @@ def test_a_processor_that_raises_spoils_its_own_row_only() -> None:
     _, raised = process(logits, batch.sampling, batch.history)
     tokens = next_tokens(logits, requests)
     assert tokens == [int(logits[0].argmax()), NO_TOKEN, NO_TOKEN]
-    failed = failures(np.array(tokens), raised)
+    failed = failures(np.array(tokens), batch.sampling, raised)
     assert list(failed) == [1, 2]
     assert str(failed[1]) == "a logits processor failed: ValueError: boom"
     assert isinstance(failed[1].__cause__, ValueError)
@@ -267,7 +267,8 @@ def test_where_all_is_forbidden_there_is_no_token(temperature: float, cut: dict[
     logits = random_logits(3)
     tokens = next_tokens(logits, requests)
     assert tokens == [NO_TOKEN, END, int(logits[2].argmax())]
-    [(row, failure)] = failures(np.array(tokens), {}).items()
+    batch = Batch.of(requests, VOCABULARY)
+    [(row, failure)] = failures(np.array(tokens), batch.sampling, {}).items()
     assert row == 0
     assert isinstance(failure, StepFailed)
     assert "no token to choose" in str(failure)
