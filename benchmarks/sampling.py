@@ -5,8 +5,9 @@
 The logits are the default model's own, at the positions of a text, so they are as peaky as logits
 are. A third of the rows is greedy; the others draw by temperature alone, top-k, top-p and min-p in
 equal numbers. A quarter of all rows have penalties over a history of 500 tokens, a tenth a bias.
-The parts are timed by rows that have nothing else, at full batch size. Each time is the least of
-several rounds: what else the machine does only adds.
+The parts are timed by rows that have nothing else, at full batch size. Rows with a JSON schema are
+at different places of one output; half of the rows of the last part have one. Each time is the
+least of several rounds: what else the machine does only adds.
 """
 
 from collections.abc import Callable
@@ -21,6 +22,8 @@ import torch
 import typer
 
 from kvpage.blocks import PoolGeometry
+from kvpage.grammar import Grammars, Matcher, StructuredOutputs
+from kvpage.guided import LLGuidance
 from kvpage.kernels import attention_backend, default_backend
 from kvpage.kernels.work import AttentionBatch
 from kvpage.logits import History, TokenRules
@@ -44,6 +47,20 @@ DRAWS: dict[str, Options] = {
 }
 PENALTIES: Options = {"repetition_penalty": 1.1, "presence_penalty": 0.3, "frequency_penalty": 0.2}
 BIAS: Options = {"logit_bias": dict.fromkeys(range(100, 110), 1.5)}
+SCHEMA: Options = {
+    "structured_outputs": StructuredOutputs(
+        json_schema={
+            "type": "object",
+            "properties": {
+                "name": {"type": "string"},
+                "age": {"type": "integer"},
+                "tags": {"type": "array", "items": {"enum": ["red", "green", "blue"]}},
+            },
+            "required": ["name", "age", "tags"],
+        }
+    )
+}
+JSON_TEXT = '{"name": "Ada Lovelace of London", "age": 36, "tags": ["red", "blue", "green"]'
 
 
 def mixed(row: int) -> SamplingParams:
@@ -64,10 +81,11 @@ class Batch:
     history: History | None
 
     @classmethod
-    def of(cls, params: list[SamplingParams], vocabulary: int) -> "Batch":
+    def of(cls, params: list[SamplingParams], vocabulary: int, outputs: "JsonOutputs") -> "Batch":
         rows = SamplingRows.empty(len(params))
         for row, of_row in enumerate(params):
-            rows.put(row, of_row, of_row.seed or row, _rules(of_row))
+            matcher = outputs.matcher(of_row, row)
+            rows.put(row, of_row, of_row.seed or row, _rules(of_row), matcher)
         wanted = np.flatnonzero(rows.needs_history)
         shape = (len(wanted), HISTORY_TOKENS)
         tokens = np.random.default_rng(0).integers(0, vocabulary, shape).astype(np.int32)
@@ -80,6 +98,29 @@ class Batch:
         token_logprobs(logits, self.rows, tokens.cpu().numpy())
 
 
+@attrs.frozen
+class JsonOutputs:
+    """Outputs by a schema, at every place of one text.
+
+    Attributes:
+        grammars: compiles the schema.
+        token_ids: of the text.
+    """
+
+    grammars: Grammars
+    token_ids: list[int]
+
+    def matcher(self, params: SamplingParams, row: int) -> Matcher | None:
+        """At a place of the row's own; None without a schema."""
+        if params.structured_outputs is None:
+            return None
+        matcher = self.grammars.compile(params.structured_outputs)
+        for token_id in self.token_ids[: row % len(self.token_ids)]:
+            matcher.accept(token_id)
+        assert matcher.failure is None
+        return matcher
+
+
 def _rules(params: SamplingParams) -> TokenRules | None:
     if not params.logit_bias:
         return None
@@ -88,7 +129,7 @@ def _rules(params: SamplingParams) -> TokenRules | None:
     return TokenRules(ids, values, None, (), 0, np.empty(0, np.int64), ())
 
 
-def batches(num_rows: int, vocabulary: int) -> dict[str, Batch]:
+def batches(num_rows: int, vocabulary: int, outputs: JsonOutputs) -> dict[str, Batch]:
     """The mixed batch, and one for each part of it."""
     alike: dict[str, SamplingParams] = {
         "greedy": SamplingParams(**GREEDY),
@@ -96,10 +137,14 @@ def batches(num_rows: int, vocabulary: int) -> dict[str, Batch]:
         "greedy, penalties": SamplingParams(**GREEDY, **PENALTIES),
         "greedy, bias": SamplingParams(**GREEDY, **BIAS),
         "greedy, 5 log-probabilities": SamplingParams(**GREEDY, logprobs=5),
+        "greedy, JSON schema": SamplingParams(**GREEDY, **SCHEMA),
+        "temperature, JSON schema": SamplingParams(**DRAWS["temperature"], **SCHEMA),
     }
     every = {"mixed": [mixed(row) for row in range(num_rows)]}
     every |= {name: [params] * num_rows for name, params in alike.items()}
-    return {name: Batch.of(params, vocabulary) for name, params in every.items()}
+    half = [alike["greedy, JSON schema"], alike["greedy"]]
+    every["greedy, half of them JSON schema"] = [half[row % 2] for row in range(num_rows)]
+    return {name: Batch.of(params, vocabulary, outputs) for name, params in every.items()}
 
 
 class Model:
@@ -179,7 +224,9 @@ def main(
     logits = real_logits(loaded, model, num_rows)
     logprobs = logits.float().log_softmax(dim=-1)
     entropy = -(logprobs.exp() * logprobs).sum(dim=-1)
-    every = batches(num_rows, logits.shape[1])
+    grammars = LLGuidance(loaded.tokenizer, logits.shape[1], loaded.model.eos_token_ids)
+    outputs = JsonOutputs(grammars, loaded.tokenizer(JSON_TEXT)["input_ids"])
+    every = batches(num_rows, logits.shape[1], outputs)
     step = milliseconds(partial(model.decode, num_rows), rounds)
     print(f"{loaded.name}: {len(logits)} rows, vocabulary {logits.shape[1]}, entropy of the")
     print(f"logits {entropy.mean():.1f} nats on average, {entropy.max():.1f} at most")

@@ -11,7 +11,7 @@ from kvpage import ConfigError
 from kvpage.pretrained import default_model_path
 
 ROOT = Path(__file__).parent.parent
-PAGES = ("README.md", "docs/tutorial/first-tokens.md")
+PAGES = ("README.md", "docs/tutorial/first-tokens.md", "docs/how-to/structured-output.md")
 
 try:
     default_model_path()

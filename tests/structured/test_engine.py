@@ -86,13 +86,14 @@ async def test_masks_of_a_step_are_computed_in_one_call() -> None:
     assert max(grammars.calls) == 3
 
 
-async def test_a_row_with_a_grammar_changes_no_other() -> None:
-    """Equal seeds give an unguided request what it gets alone."""
-    free = SamplingParams(seed=3, max_tokens=12)
+@pytest.mark.parametrize("options", [{}, {"logit_bias": {7: 2.0}}])
+async def test_a_row_with_a_grammar_changes_no_other(options: dict[str, Any]) -> None:
+    """Equal seeds give a request without one what it gets alone, with rules of its own or not."""
+    free = SamplingParams(seed=3, max_tokens=12, **options)
     async with engine() as served:
         alone = await served.complete(PROMPT, free)
-        together = await complete_all(served, [stripes(12), free, stripes(6, temperature=0)])
-    assert together[1].token_ids == alone.token_ids
+        together = await complete_all(served, [stripes(12), free, free, stripes(6)])
+    assert [one.token_ids for one in together[1:3]] == [alone.token_ids] * 2
     assert not striped(alone.token_ids)
 
 
