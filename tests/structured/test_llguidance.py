@@ -219,7 +219,7 @@ async def test_every_output_that_ends_is_valid() -> None:
     for draw, completion in zip(draws, completions, strict=True):
         draw.check(completion)
     ended = [completion.finish_reason == "stop" for completion in completions]
-    assert sum(ended) > 0.9 * len(ended)
+    assert sum(ended) > 0.8 * len(ended)
 
 
 @cache
