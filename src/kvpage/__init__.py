@@ -36,7 +36,7 @@ from kvpage.grammar import StructuredOutputs
 from kvpage.hookspecs import hookimpl
 from kvpage.plugins import InstalledAllocator, installed_allocators
 from kvpage.sampling import Logprobs, SamplingParams
-from kvpage.stats import BlockMap, EngineHealth, EngineStatistics, SequenceBlocks
+from kvpage.stats import BlockMap, EngineHealth, EngineStatistics, SequenceBlocks, SwapStatistics
 from kvpage.stream import Choice, Completion, Timings, Token, TokenStream, Usage
 from kvpage.traffic import TraceRequest, Traffic
 
@@ -80,6 +80,7 @@ __all__ = [
     "SequenceId",
     "StepFailed",
     "StructuredOutputs",
+    "SwapStatistics",
     "Timings",
     "Token",
     "TokenStream",

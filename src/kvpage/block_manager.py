@@ -26,6 +26,7 @@ from kvpage.allocators.base import Allocator, Grant, Trimmable
 from kvpage.blocks import BlockId, Extent, PoolGeometry, PoolStatistics, SequenceId
 from kvpage.errors import AllocatorFault, OutOfBlocks
 from kvpage.prefix import BlockKey
+from kvpage.swap import NO_PAIRS
 
 logger = logging.getLogger("kvpage")
 
@@ -100,6 +101,11 @@ class BlockManager:
     def blocks_of(self, seq: SequenceId) -> tuple[BlockId, ...]:
         """The blocks that `seq` holds, in table order."""
         return tuple(self._holdings[seq].blocks)
+
+    def contents_of(self, seq: SequenceId, num_tokens: int) -> tuple[BlockId, ...]:
+        """Where the first `num_tokens` tokens of `seq` are until the next step makes its copies."""
+        blocks = self._holdings[seq].blocks[: self.geometry.blocks_for(num_tokens)]
+        return tuple(self._copies.get(block, block) for block in blocks)
 
     @property
     def cached_blocks(self) -> tuple[BlockId, ...]:
@@ -269,7 +275,7 @@ class BlockManager:
         list.
         """
         if not self._copies:
-            return _NO_COPIES
+            return NO_PAIRS
         pairs = np.array([(source, to) for to, source in self._copies.items()], np.int64)
         self._copies.clear()
         return pairs
@@ -503,6 +509,3 @@ class BlockManager:
         self._num_free += num_blocks
         self.tables[holding.row, len(holding.blocks) :] = -1
         self.capacity_tokens[holding.row] = len(holding.blocks) * self.geometry.block_size
-
-
-_NO_COPIES: npt.NDArray[np.int64] = np.empty((0, 2), np.int64)

@@ -13,6 +13,9 @@ import attrs
 BlockId = NewType("BlockId", int)
 """Index of a physical block in the pool, `0 <= id < num_blocks`."""
 
+HostBlockId = NewType("HostBlockId", int)
+"""Index of a block of swap space in host memory, `0 <= id < num_blocks` of that space."""
+
 SequenceId = NewType("SequenceId", int)
 """Number of a sequence, unique in one engine and never used again."""
 

@@ -29,6 +29,10 @@ _UNITS = {
     "gib": 2**30,
 }
 
+DEFAULT_SWAP_SHARE = 0.25
+"""Share of the available host memory that swap space takes at most unless it is asked for."""
+
+Preempt = Literal["recompute", "swap"]
 WhenBusy = Literal["wait", "raise"]
 Attention = Literal["auto", "numba", "triton", "reference"]
 
@@ -63,8 +67,12 @@ class KVMemory:
     unit: Literal["bytes", "blocks", "tokens"]
 
     @classmethod
-    def parse(cls, value: "int | str | KVMemory") -> "KVMemory":
+    def parse(cls, value: "int | str | KVMemory", name: str = "kv_memory") -> "KVMemory":
         """Read bytes (`536870912`, `"512MiB"`), `"2048 blocks"` or `"32768 tokens"`.
+
+        Args:
+            value: what was written.
+            name: the setting that it was written for, for messages.
 
         Raises:
             ConfigError: it is none of these, or not above zero.
@@ -78,7 +86,7 @@ class KVMemory:
         scale = _UNITS.get(unit or "b")
         if scale is None or number * scale < 1:
             raise ConfigError(
-                f"kv_memory must be a number of bytes, or like '512MiB', '2048 blocks' or "
+                f"{name} must be a number of bytes, or like '512MiB', '2048 blocks' or "
                 f"'32768 tokens', got {value!r}"
             )
         return cls(int(number * scale), "bytes")
@@ -99,6 +107,20 @@ def _memory(value: "int | str | KVMemory | None") -> KVMemory | None:
     return None if value is None else KVMemory.parse(value)
 
 
+def _swap_memory(value: "int | str | KVMemory | None") -> KVMemory | None:
+    return None if value is None else KVMemory.parse(value, "swap_memory")
+
+
+def _only_to_swap(
+    instance: "EngineConfig", _attribute: "attrs.Attribute[Any]", value: KVMemory | None
+) -> None:
+    if value is not None and instance.preempt != "swap":
+        raise ConfigError(
+            f"swap_memory is {value}, but preempt is {instance.preempt!r}; give preempt='swap' "
+            f"to use it"
+        )
+
+
 @attrs.frozen(kw_only=True)
 class EngineConfig:
     """What an engine was asked to do. `engine.config` has the same with nothing left open.
@@ -116,6 +138,12 @@ class EngineConfig:
         max_waiting: requests that may queue; beyond it see `when_busy`.
         when_busy: `"wait"`: `generate` waits for a place in the queue; `"raise"`: it raises
             `EngineBusy`.
+        preempt: what becomes of the K and V of a sequence that must make room for a more urgent
+            one. `"recompute"`: they are dropped, and computed again later. `"swap"`: they are
+            copied to host memory and back; where that is full, computed again.
+        swap_memory: host memory for `preempt="swap"`, written like `kv_memory`; None takes as much
+            as the pool has, but at most a quarter of the available memory. The effective value
+            is in blocks.
         prefix_cache: share the blocks of equal prefixes, where the strategy can share.
         cuda_graphs: capture decode steps as CUDA graphs, on a GPU with the Triton kernel.
         attention: the kernel; `"auto"` takes Triton on a GPU and numba on a CPU.
@@ -130,6 +158,10 @@ class EngineConfig:
     max_batch_tokens: int = attrs.field(default=512, validator=_at_least_one)
     max_waiting: int = attrs.field(default=1024, validator=_at_least_one)
     when_busy: WhenBusy = attrs.field(default="wait", validator=_one_of(get_args(WhenBusy)))
+    preempt: Preempt = attrs.field(default="recompute", validator=_one_of(get_args(Preempt)))
+    swap_memory: KVMemory | None = attrs.field(
+        default=None, converter=_swap_memory, validator=_only_to_swap
+    )
     prefix_cache: bool = True
     cuda_graphs: bool = True
     attention: Attention = attrs.field(default="auto", validator=_one_of(get_args(Attention)))
@@ -166,9 +198,15 @@ class EngineConfig:
             allocator=spec,
             block_size=block_size,
             kv_memory=KVMemory(num_blocks * block_size * bytes_per_token, "bytes"),
+            swap_memory=self._swap_blocks(num_blocks, block_size, bytes_per_token),
             max_model_len=max_len,
         )
         return effective, PoolGeometry(num_blocks, block_size, max_len)
+
+    @property
+    def num_swap_blocks(self) -> int:
+        """Host blocks of swap space that effective settings give; 0 without swapping."""
+        return 0 if self.swap_memory is None else self.swap_memory.amount
 
     def over(self, geometry: PoolGeometry) -> "EngineConfig":
         """The effective settings over a pool that exists already.
@@ -183,6 +221,11 @@ class EngineConfig:
             "max_model_len": (self.max_model_len, geometry.max_model_len),
             "kv_memory": (self.kv_memory, KVMemory(geometry.num_blocks, "blocks")),
         }
+        if self.swap_memory is not None and self.swap_memory.unit == "bytes":
+            raise ConfigError(
+                f"swap_memory is {self.swap_memory}, but over a runner of your own the size of a "
+                f"block is not known; give it in blocks or tokens"
+            )
         for name, (wanted, given) in asked.items():
             if wanted not in (None, given):
                 raise ConfigError(f"{name} is {wanted}, but the pool was made with {given}")
@@ -191,8 +234,28 @@ class EngineConfig:
             allocator=spec,
             block_size=geometry.block_size,
             kv_memory=KVMemory(geometry.num_blocks, "blocks"),
+            swap_memory=self._swap_blocks(geometry.num_blocks, geometry.block_size, 0),
             max_model_len=geometry.max_model_len,
         )
+
+    def _swap_blocks(
+        self, pool_blocks: int, block_size: int, bytes_per_token: int
+    ) -> KVMemory | None:
+        """Swap space in blocks; as large as the pool unless asked otherwise or memory is short."""
+        if self.preempt != "swap":
+            return None
+        if self.swap_memory is None:
+            affordable = int(DEFAULT_SWAP_SHARE * available_memory_bytes())
+            block_bytes = bytes_per_token * block_size
+            fitting = affordable // block_bytes if block_bytes else pool_blocks
+            return KVMemory(min(pool_blocks, fitting), "blocks")
+        blocks = self.swap_memory.num_blocks(bytes_per_token=bytes_per_token, block_size=block_size)
+        if blocks < 1:
+            raise ConfigError(
+                f"swap_memory of {self.swap_memory} holds no block of {block_size} tokens at "
+                f"{bytes_per_token} bytes a token"
+            )
+        return KVMemory(blocks, "blocks")
 
     def _block_size(self, spec: AllocatorSpec) -> int:
         asked = {size for size in (self.block_size, spec.block_size) if size is not None}

@@ -38,6 +38,7 @@ from kvpage.sampling import MAX_CHOICES, SamplingParams
 from kvpage.scheduler import Scheduler
 from kvpage.stats import BlockMap, EngineHealth, EngineStatistics
 from kvpage.stream import Completion, Mailbox, OpenRequest, TokenStream
+from kvpage.swap import SwapSpace
 from kvpage.traffic import Traffic
 
 if TYPE_CHECKING:
@@ -317,7 +318,9 @@ class AsyncEngine:
         about = EngineModel(
             name, model.vocab_size, model.eos_token_ids, tokenizer, model.default_params
         )
-        runner = ModelRunner(model, geometry, backend, graphs=graphs)
+        runner = ModelRunner(
+            model, geometry, backend, graphs=graphs, num_swap_blocks=effective.num_swap_blocks
+        )
         runner.warm_up()
         self._start(runner, geometry, about, effective)
 
@@ -339,7 +342,12 @@ class AsyncEngine:
             prefix_cache=config.prefix_cache,
         )
         batch = RunningBatch(config.max_num_seqs, geometry.max_model_len)
-        scheduler = Scheduler(blocks, batch, max_batch_tokens=config.max_batch_tokens)
+        scheduler = Scheduler(
+            blocks,
+            batch,
+            max_batch_tokens=config.max_batch_tokens,
+            swap=SwapSpace(config.num_swap_blocks),
+        )
         self._thread = EngineThread(scheduler, runner, self._gate, geometry)
         self._thread.start()
         # Closes an engine that is dropped without `aclose`.

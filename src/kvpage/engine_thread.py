@@ -29,6 +29,7 @@ from kvpage.stats import (
     EngineStatistics,
     HealthState,
     SequenceBlocks,
+    SwapStatistics,
 )
 from kvpage.stream import End, Mailbox, MailItem, SampledToken, Timings, Usage
 from kvpage.traffic import TrafficRecorder
@@ -434,6 +435,7 @@ class EngineThread:
 
     def _statistics(self) -> EngineStatistics:
         scheduler = self._scheduler
+        swap = scheduler.swap
         return EngineStatistics(
             pool=scheduler.pool_statistics(),
             num_running=scheduler.num_running,
@@ -445,6 +447,14 @@ class EngineThread:
             cached_prompt_tokens=scheduler.cached_prompt_tokens,
             output_tokens=self._output_tokens,
             preemptions=scheduler.num_preemptions,
+            swapped_preemptions=scheduler.num_swapped,
+            swap_full=swap.num_full,
+            swap=SwapStatistics(
+                num_blocks=swap.num_blocks,
+                used_blocks=swap.used_blocks,
+                swapped_out_blocks=swap.swapped_out_blocks,
+                swapped_in_blocks=swap.swapped_in_blocks,
+            ),
             recomputed_tokens=scheduler.recomputed_tokens,
             requests_finished=self._finished,
             requests_cancelled=self._cancelled,

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from kvpage.errors import RequestFailed
 from kvpage.logits import History
 from kvpage.sampling import Logprobs, SamplingRows
+from kvpage.swap import NO_PAIRS
 
 
 @attrs.frozen(eq=False)
@@ -52,6 +53,9 @@ class StepPlan:
         sampling: the parameters of `sample_rows`.
         history: the tokens so far of those rows whose sampling looks at them.
         prompt_scores: prompt tokens whose log-probabilities are wanted; None if there are none.
+        swap_outs: `int64[O, 2]`, pairs (block, host block) to copy to the host before all else.
+        swap_ins: `int64[I, 2]`, pairs (host block, block) to copy back after `copies`, before
+            anything is written.
     """
 
     rows: npt.NDArray[np.int32]
@@ -68,6 +72,8 @@ class StepPlan:
     sampling: SamplingRows
     history: History | None = None
     prompt_scores: PromptScores | None = None
+    swap_outs: npt.NDArray[np.int64] = NO_PAIRS
+    swap_ins: npt.NDArray[np.int64] = NO_PAIRS
 
 
 @attrs.frozen(eq=False)
@@ -92,7 +98,10 @@ class Runner(Protocol):
     """Executes plans. Called from the engine thread only."""
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Copy blocks, write K and V, attend, sample.
+        """Swap out, copy blocks, swap in, write K and V, attend, sample.
+
+        Swaps are asked for only where the engine's `preempt` is `"swap"`; the runner has room for
+        as many host blocks as `swap_memory` says.
 
         Raises:
             Exception: whatever the model raises; the requests of the step fail with it.

@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 
 from kvpage.blocks import PoolGeometry
+from kvpage.host_pools import HostPools
 from kvpage.kernels import BackendName, attention_backend
 from kvpage.kernels.graphs import DecodeGraphs, DecodeInputs, DecodeLimits, DecodeStep, Recorder
 from kvpage.kernels.work import AttentionBatch
@@ -54,6 +55,7 @@ class ModelRunner:
         geometry: blocks to make room for.
         backend: which attention kernels.
         graphs: captures decode steps for quick replay; None runs every step as it comes.
+        num_swap_blocks: host blocks to make room for.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class ModelRunner:
         backend: BackendName,
         *,
         graphs: GraphOptions | None = None,
+        num_swap_blocks: int = 0,
     ) -> None:
         self._model = model
         self._geometry = geometry
@@ -75,6 +78,7 @@ class ModelRunner:
             dtype=model.dtype,
             device=model.device,
         )
+        self._host_pools = HostPools(self._pools, num_swap_blocks, geometry.block_size)
 
     def warm_up(self) -> None:
         """Compile what is compiled at the first use, then capture graphs.
@@ -93,8 +97,12 @@ class ModelRunner:
     def execute(self, plan: StepPlan) -> StepResult:
         """See `Runner.execute`."""
         block_size = self._geometry.block_size
+        if len(plan.swap_outs):
+            self._host_pools.swap_out(plan.swap_outs)
         if len(plan.copies):
             self._pools.copy_blocks(self._upload(plan.copies), block_size)
+        if len(plan.swap_ins):
+            self._host_pools.swap_in(plan.swap_ins)
         batch = AttentionBatch(
             plan.block_tables, plan.rows, plan.query_lens, plan.kv_lens, block_size
         )
@@ -106,7 +114,7 @@ class ModelRunner:
     def close(self) -> None:
         """Drop pools and model; on a GPU their memory goes back to the device."""
         on_gpu = self._on_gpu
-        del self._graphs, self._pools, self._model
+        del self._graphs, self._host_pools, self._pools, self._model
         if on_gpu:
             torch.cuda.empty_cache()
 

@@ -3,7 +3,9 @@
 Every running sequence has known tokens and, of these, computed ones. A decode step computes the
 single missing one, a prompt chunk computes several; a sequence whose tokens are all computed is
 sampled and knows one token more. Preemption by recompute is the same thing again: computed falls
-to zero, known stays (Yu et al., Orca, OSDI 2022; Agrawal et al., Sarathi-Serve, OSDI 2024).
+to zero, known stays (Yu et al., Orca, OSDI 2022; Agrawal et al., Sarathi-Serve, OSDI 2024). With
+preemption by swap both stay, since K and V wait in host memory (Kwon et al., SOSP 2023, section
+4.5).
 """
 
 from bisect import insort
@@ -21,6 +23,7 @@ from kvpage.plan import PromptScores, StepPlan, StepResult
 from kvpage.prefix import BlockKey
 from kvpage.sampling import Logprobs
 from kvpage.sequence import FinishReason, Sequence, SequenceState
+from kvpage.swap import Swapped, SwapSpace
 
 WATERMARK = 0.01
 """Share of the pool that an admission leaves free while others run, so that these can grow."""
@@ -78,21 +81,32 @@ class Scheduler:
 
     Attributes:
         num_preemptions: how often a running sequence lost its blocks, in all.
+        num_swapped: how many of these times its K and V were kept in host memory.
         recomputed_tokens: tokens whose K and V were computed, lost, and had to be computed again.
         prompt_tokens: prompt tokens of all sequences at their first admission.
         cached_prompt_tokens: how many of these the prefix cache gave.
         blocked: did the head of the queue find no room in the last step?
+        swap: the swap space; read-only for everyone else.
     """
 
-    def __init__(self, blocks: BlockManager, batch: RunningBatch, *, max_batch_tokens: int) -> None:
+    def __init__(
+        self,
+        blocks: BlockManager,
+        batch: RunningBatch,
+        *,
+        max_batch_tokens: int,
+        swap: SwapSpace | None = None,
+    ) -> None:
         """Start empty.
 
         Args:
             blocks: the ledger; its rows are the batch's rows.
             batch: the running batch.
             max_batch_tokens: tokens that one step computes at most.
+            swap: keeps K and V of preempted sequences; None, or no room there, computes them again.
         """
         self.num_preemptions = 0
+        self.num_swapped = 0
         self.recomputed_tokens = 0
         self.prompt_tokens = 0
         self.cached_prompt_tokens = 0
@@ -100,6 +114,7 @@ class Scheduler:
         self._blocks = blocks
         self._batch = batch
         self._max_batch_tokens = max_batch_tokens
+        self.swap = swap or SwapSpace(0)
         self._watermark_blocks = int(np.ceil(WATERMARK * blocks.geometry.num_blocks))
         self._waiting: list[Sequence] = []  # sorted, the most urgent first
         self._running: list[Sequence] = []  # sorted, the most urgent first
@@ -126,6 +141,7 @@ class Scheduler:
         if sequence.state is SequenceState.WAITING:
             if sequence in self._waiting:  # or it was never added
                 self._waiting.remove(sequence)
+            self.swap.drop(sequence.id)
             sequence.state = SequenceState.FINISHED
         elif sequence.state is SequenceState.RUNNING:
             self._leave_batch(sequence, SequenceState.FINISHED)
@@ -176,13 +192,14 @@ class Scheduler:
         Its copies may not have been made: what they were to fill is computed again.
         """
         sequences = [self._batch.sequences[row] for row in plan.rows.tolist()]
-        not_copied = plan.copies[:, 1]
+        not_copied = np.concatenate([plan.copies[:, 1], plan.swap_ins[:, 1]])
+        self.swap.lose(plan.swap_outs)
         self._blocks.forget(BlockId(block) for block in not_copied.tolist())
         for sequence in sequences:
             self.cancel(sequence)
         damaged = np.isin(self._blocks.tables[self._rows], not_copied).any(axis=1)
         for sequence in [self._running[i] for i in np.flatnonzero(damaged).tolist()]:
-            self._preempt(sequence)
+            self._recompute(sequence)
         return sequences
 
     def pool_statistics(self) -> PoolStatistics:
@@ -243,8 +260,25 @@ class Scheduler:
                 self._fail(sequence, fault)
 
     def _preempt(self, sequence: Sequence) -> None:
-        self.num_preemptions += 1
+        """Take a sequence's blocks; its K and V go to host memory if they are to and fit there."""
+        computed = int(self._batch.num_computed[sequence.row])
+        if self.swap.num_blocks and computed and self._swap_out(sequence, computed):
+            self.num_swapped += 1
+            self._requeue(sequence)
+        else:
+            self._recompute(sequence)
+
+    def _swap_out(self, sequence: Sequence, computed: int) -> bool:
+        blocks = self._blocks.contents_of(sequence.id, computed)
+        return self.swap.put(sequence.id, blocks, first_block=0, num_tokens=computed)
+
+    def _recompute(self, sequence: Sequence) -> None:
+        """Take a sequence's blocks; its K and V are lost."""
         self.recomputed_tokens += int(self._batch.num_computed[sequence.row])
+        self._requeue(sequence)
+
+    def _requeue(self, sequence: Sequence) -> None:
+        self.num_preemptions += 1
         sequence.num_preemptions += 1
         self._leave_batch(sequence, SequenceState.WAITING)
         self.add(sequence)
@@ -299,15 +333,23 @@ class Scheduler:
     def _place(self, sequence: Sequence, row: int) -> int:
         """Give the head of the queue blocks, shared ones where it can; returns tokens computed."""
         num_tokens, max_tokens = len(sequence.tokens), sequence.max_total_tokens
-        parent = sequence.fork_of
-        if parent is not None and self._can_fork(parent, sequence):
+        parent, kept = sequence.fork_of, self.swap.get(sequence.id)
+        if kept is None and parent is not None and self._can_fork(parent, sequence):
             self._keep_watermark(num_tokens, (num_tokens - 1) // self._blocks.geometry.block_size)
             return self._blocks.fork(parent.id, sequence.id, row, num_tokens, max_tokens=max_tokens)
         prefix = self._prefix(sequence)
         self._keep_watermark(num_tokens, self._blocks.num_held(prefix))
-        return self._blocks.admit(
+        shared = self._blocks.admit(
             sequence.id, row, num_tokens, max_tokens=max_tokens, prefix=prefix
         )
+        return shared if kept is None else self._swap_in(sequence, kept, shared)
+
+    def _swap_in(self, sequence: Sequence, kept: Swapped, shared: int) -> int:
+        """Fill what comes after the `shared` tokens from host memory; returns tokens computed."""
+        first_block = shared // self._blocks.geometry.block_size
+        blocks = self._blocks.blocks_of(sequence.id)
+        self.swap.restore(sequence.id, first_block, blocks[first_block:])
+        return max(shared, kept.num_tokens)
 
     def _keep_watermark(self, num_tokens: int, num_held: int) -> None:
         """Refuse room that those who run may need; `num_held` of the blocks are theirs anyway."""
@@ -369,6 +411,7 @@ class Scheduler:
         samples = kv_lens == batch.num_tokens[rows]
         sample_rows = rows[samples]
         sampling = batch.sampling.take(sample_rows)
+        swap_outs, swap_ins = self.swap.take()
         return StepPlan(
             rows=rows.astype(np.int32),
             query_lens=query_lens.astype(np.int32),
@@ -384,6 +427,8 @@ class Scheduler:
             sampling=sampling,
             history=batch.history(sample_rows, sampling),
             prompt_scores=self._prompt_scores(rows, query_lens, computed),
+            swap_outs=swap_outs,
+            swap_ins=swap_ins,
         )
 
     def _prompt_scores(

@@ -31,6 +31,23 @@ class EngineHealth:
 
 
 @attrs.frozen(kw_only=True)
+class SwapStatistics:
+    """Swap space in host memory; all zero where preempted sequences are computed again.
+
+    Attributes:
+        num_blocks: host blocks, each as large as one of the pool.
+        used_blocks: host blocks that hold K and V of preempted sequences.
+        swapped_out_blocks: blocks copied to the host so far.
+        swapped_in_blocks: blocks copied back so far.
+    """
+
+    num_blocks: int = 0
+    used_blocks: int = 0
+    swapped_out_blocks: int = 0
+    swapped_in_blocks: int = 0
+
+
+@attrs.frozen(kw_only=True)
 class EngineStatistics:
     """A snapshot taken between two steps. Counters never go down.
 
@@ -45,6 +62,9 @@ class EngineStatistics:
         cached_prompt_tokens: how many of these the prefix cache gave.
         output_tokens: tokens generated.
         preemptions: how often a running sequence lost its blocks.
+        swapped_preemptions: how many of these times its K and V were kept in host memory.
+        swap_full: how often they would have been, had there been room.
+        swap: host memory for that, at this moment.
         recomputed_tokens: tokens whose K and V were lost by preemption.
         requests_finished: requests that ended by a stop token or by length.
         requests_cancelled: requests that their reader left.
@@ -61,6 +81,9 @@ class EngineStatistics:
     cached_prompt_tokens: int = 0
     output_tokens: int = 0
     preemptions: int = 0
+    swapped_preemptions: int = 0
+    swap_full: int = 0
+    swap: SwapStatistics = SwapStatistics()
     recomputed_tokens: int = 0
     requests_finished: int = 0
     requests_cancelled: int = 0

@@ -1,8 +1,9 @@
 """Whatever happens around a request, it generates what it would generate alone.
 
-Random histories of submissions and cancellations over tiny pools: every strategy, prefix cache on
-and off, every chunk budget. The fake runner raises at the first wrong read; the ledger is recounted
-after every step; outputs are compared with `undisturbed` ones.
+Random histories of submissions, cancellations and failing steps over tiny pools: every strategy,
+prefix cache on and off, every chunk budget, preempted sequences computed again or swapped. The fake
+runner raises at the first wrong read; the ledger is recounted after every step; outputs are
+compared with `undisturbed` ones.
 """
 
 from itertools import count
@@ -22,10 +23,11 @@ from hypothesis.stateful import (
 from kvpage.batch import RunningBatch
 from kvpage.block_manager import BlockManager
 from kvpage.blocks import PoolGeometry, SequenceId
-from kvpage.errors import OutgrewPool
+from kvpage.errors import OutgrewPool, StepFailed
 from kvpage.prefix import ChainedKeys
 from kvpage.scheduler import Scheduler
 from kvpage.sequence import Sequence, SequenceState
+from kvpage.swap import SwapSpace
 from kvpage.testing import FakeRunner, undisturbed
 from kvpage.testing.conformance import AllocatorUnderTest
 
@@ -50,6 +52,7 @@ class Service:
         max_num_seqs: int,
         max_batch_tokens: int,
         prefix_cache: bool,
+        swap_blocks: int = 0,
     ) -> None:
         self.geometry = geometry
         self.outputs: dict[SequenceId, list[int]] = {}
@@ -61,7 +64,9 @@ class Service:
             geometry, factory(geometry), max_num_seqs=max_num_seqs, prefix_cache=prefix_cache
         )
         batch = RunningBatch(max_num_seqs, geometry.max_model_len)
-        self.scheduler = Scheduler(self.blocks, batch, max_batch_tokens=max_batch_tokens)
+        self.scheduler = Scheduler(
+            self.blocks, batch, max_batch_tokens=max_batch_tokens, swap=SwapSpace(swap_blocks)
+        )
         self._runner = FakeRunner(geometry, known_tokens=batch.tokens)
         self._ids = map(SequenceId, count())
 
@@ -111,6 +116,16 @@ class Service:
         self.blocks.verify()
         self.sound = True
 
+    def fail_step(self) -> None:
+        """Schedule a step that raises before it does anything, the copies included."""
+        schedule = self.scheduler.schedule()
+        for sequence, error in schedule.failures:
+            self.failures[sequence.id] = error
+        if schedule.plan is not None:
+            for sequence in self.scheduler.abandon(schedule.plan):
+                self.failures[sequence.id] = StepFailed("a step failed")
+        self.blocks.verify()
+
     def run_to_the_end(self) -> None:
         """Step until nothing is live."""
         for _ in range(MAX_STEPS):
@@ -136,6 +151,7 @@ class History(RuleBasedStateMachine):
         max_num_seqs=st.sampled_from((4, 3, 6, 2, 1)),
         max_batch_tokens=st.sampled_from(BUDGETS),
         prefix_cache=st.sampled_from((True, False)),
+        swap_blocks=st.sampled_from((0, 200, 8)),
     )
     def build(
         self,
@@ -144,6 +160,7 @@ class History(RuleBasedStateMachine):
         max_num_seqs: int,
         max_batch_tokens: int,
         prefix_cache: bool,
+        swap_blocks: int,
     ) -> None:
         """A pool that a few requests fill."""
         self._service = Service(
@@ -152,6 +169,7 @@ class History(RuleBasedStateMachine):
             max_num_seqs=max_num_seqs,
             max_batch_tokens=max_batch_tokens,
             prefix_cache=prefix_cache,
+            swap_blocks=swap_blocks,
         )
 
     @rule(
@@ -202,12 +220,19 @@ class History(RuleBasedStateMachine):
         for _ in range(times):
             self._service.step()
 
+    @precondition(lambda self: self._service.live)
+    @rule()
+    def fail_step(self) -> None:
+        """A step raises: its sequences are over, and the others go on."""
+        self._service.fail_step()
+
     def teardown(self) -> None:
         """Everything ends, nothing is held, and every output is as if it had run alone."""
         if not hasattr(self, "_service") or not self._service.sound:
             return
         self._service.run_to_the_end()
         assert self._service.blocks.statistics().used_blocks == 0
+        assert self._service.scheduler.swap.used_blocks == 0
         for seq, prompt in self._prompts.items():
             self._check_output(seq, prompt)
 
@@ -224,7 +249,7 @@ class History(RuleBasedStateMachine):
             assert output == alone
             return
         assert output == alone[: len(output)]
-        if error is not None:
+        if error is not None and not isinstance(error, StepFailed):
             assert isinstance(error, OutgrewPool)
             assert len(prompt) + len(output) > self._service.geometry.num_slots
 

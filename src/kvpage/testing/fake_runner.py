@@ -9,10 +9,11 @@ What a real model keeps in a slot depends on its token and on every token before
 
 A sequence that reads all its slots through its block table, and sums up what it reads, comes to the
 fingerprints stored there; if a block was lent twice, moved without its copy, shared wrongly or
-overwritten, it does not.
+overwritten, it does not. Host blocks of swap space hold the same.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -90,6 +91,7 @@ class FakeRunner:
         self._known_tokens = known_tokens
         self._tokens = np.full(geometry.num_slots, EMPTY, np.int64)
         self._fingerprints = np.zeros(geometry.num_slots, np.uint64)
+        self._host: dict[int, list[npt.NDArray[Any]]] = {}
 
     def execute(self, plan: StepPlan) -> StepResult:
         """See `Runner.execute`.
@@ -100,7 +102,9 @@ class FakeRunner:
         """
         if self.closed:
             raise RuntimeError("the runner is closed")
+        self._swap_out(plan.swap_outs)
         self._copy(plan.copies)
+        self._swap_in(plan.swap_ins)
         self._tokens[plan.slots] = plan.token_ids
         reads = [_Read(plan, i, self._block_size, self._tokens) for i in range(len(plan.rows))]
         for read in reads:
@@ -115,11 +119,27 @@ class FakeRunner:
         """See `Runner.close`."""
         self.closed = True
 
+    @property
+    def _caches(self) -> list[npt.NDArray[Any]]:
+        """All that a slot holds, by block."""
+        return [c.reshape(-1, self._block_size) for c in (self._tokens, self._fingerprints)]
+
     def _copy(self, copies: npt.NDArray[np.int64]) -> None:
         """Copy whole blocks; every source is read before any destination is written."""
-        for cache in (self._tokens, self._fingerprints):
-            blocks = cache.reshape(-1, self._block_size)
+        for blocks in self._caches:
             blocks[copies[:, 1]] = blocks[copies[:, 0]]
+
+    def _swap_out(self, swap_outs: npt.NDArray[np.int64]) -> None:
+        for block, host_block in swap_outs.tolist():
+            self._host[host_block] = [cache[block].copy() for cache in self._caches]
+
+    def _swap_in(self, swap_ins: npt.NDArray[np.int64]) -> None:
+        """Fill blocks with what host blocks hold; each is read once only."""
+        for host_block, block in swap_ins.tolist():
+            if host_block not in self._host:
+                raise CorruptCache(f"host block {host_block}, which holds nothing, is swapped in")
+            for cache, held in zip(self._caches, self._host.pop(host_block), strict=True):
+                cache[block] = held
 
     def _check(self, read: "_Read") -> None:
         """Compare a sequence's read with what was written for it."""
