@@ -218,3 +218,48 @@ def test_settings_that_a_pool_does_not_have_are_refused(
     with pytest.raises(ConfigError) as refused:
         EngineConfig(**settings).over(POOL)
     assert str(refused.value) == sentence
+
+
+# -- preemption ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("written", "blocks"), [("64KiB", 4), ("7 blocks", 7), ("40 tokens", 2), (None, 64)]
+)
+def test_swap_memory_is_counted_in_blocks(written: Any, blocks: int) -> None:
+    """Written like kv_memory; as large as the pool if it is left open."""
+    config, _ = resolved(preempt="swap", swap_memory=written)
+    assert config.swap_memory == KVMemory(blocks, "blocks")
+    assert config.num_swap_blocks == blocks
+
+
+def test_recompute_takes_no_host_memory() -> None:
+    """It is the default."""
+    config, _ = resolved()
+    assert (config.preempt, config.swap_memory, config.num_swap_blocks) == ("recompute", None, 0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"preempt": "drop"}, "preempt must be one of recompute, swap, got 'drop'"),
+        ({"preempt": "swap", "swap_memory": "much"}, "swap_memory must be a number of bytes"),
+        ({"swap_memory": "1MiB"}, "swap_memory is 1048576 bytes, but preempt is 'recompute'"),
+        ({"preempt": "swap", "swap_memory": "1KiB"}, "swap_memory of 1024 bytes holds no block"),
+    ],
+)
+def test_swap_settings_that_make_no_sense_are_refused(
+    settings: dict[str, Any], sentence: str
+) -> None:
+    """With what was given and what is due."""
+    with pytest.raises(ConfigError, match=sentence):
+        resolved(**settings)
+
+
+def test_over_a_runner_swap_memory_has_no_bytes() -> None:
+    """The engine does not know how large a block of somebody else's is."""
+    geometry = PoolGeometry(8, 16, 128)
+    config = EngineConfig(preempt="swap", swap_memory="3 blocks").over(geometry)
+    assert config.num_swap_blocks == 3
+    with pytest.raises(ConfigError, match="give it in blocks or tokens"):
+        EngineConfig(preempt="swap", swap_memory="1MiB").over(geometry)

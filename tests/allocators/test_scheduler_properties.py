@@ -6,6 +6,7 @@ runner raises at the first wrong read; the ledger is recounted after every step;
 compared with `undisturbed` ones.
 """
 
+from collections.abc import Callable
 from itertools import count
 
 import numpy as np
@@ -24,6 +25,7 @@ from kvpage.batch import RunningBatch
 from kvpage.block_manager import BlockManager
 from kvpage.blocks import PoolGeometry, SequenceId
 from kvpage.errors import OutgrewPool, StepFailed
+from kvpage.plan import StepPlan
 from kvpage.prefix import ChainedKeys
 from kvpage.scheduler import Scheduler
 from kvpage.sequence import Sequence, SequenceState
@@ -59,6 +61,7 @@ class Service:
         self.failures: dict[SequenceId, Exception] = {}
         self.requests: dict[SequenceId, Sequence] = {}
         self.max_batch_tokens = max_batch_tokens
+        self.computed_tokens = 0
         self.sound = True  # did the last step end well?
         self.blocks = BlockManager(
             geometry, factory(geometry), max_num_seqs=max_num_seqs, prefix_cache=prefix_cache
@@ -100,36 +103,37 @@ class Service:
         self.outputs[sequence.id] = []
         return sequence.id
 
-    def step(self) -> None:
-        """Schedule, execute, update; the ledger must be right after each."""
+    def step(self, fails: Callable[[StepPlan], bool] = lambda _: False) -> None:
+        """Schedule, execute, update; the ledger must be right after each.
+
+        Where `fails` says so of a plan, the runner raises before it does anything.
+        """
         self.sound = False
         schedule = self.scheduler.schedule()
         self.blocks.verify()
         for sequence, error in schedule.failures:
             self.failures[sequence.id] = error
-        if schedule.plan is not None:
-            assert len(schedule.plan.token_ids) <= self.max_batch_tokens
-            result = self._runner.execute(schedule.plan)
-            outcome = self.scheduler.update(schedule.plan, result)
-            for sequence, token in zip(outcome.sequences, outcome.token_ids, strict=True):
-                self.outputs[sequence.id].append(token)
+        if schedule.plan is not None and fails(schedule.plan):
+            for sequence in self.scheduler.abandon(schedule.plan):
+                self.failures[sequence.id] = StepFailed("a step failed")
+        elif schedule.plan is not None:
+            self._execute(schedule.plan)
         self.blocks.verify()
         self.sound = True
 
-    def fail_step(self) -> None:
-        """Schedule a step that raises before it does anything, the copies included."""
-        schedule = self.scheduler.schedule()
-        for sequence, error in schedule.failures:
-            self.failures[sequence.id] = error
-        if schedule.plan is not None:
-            for sequence in self.scheduler.abandon(schedule.plan):
-                self.failures[sequence.id] = StepFailed("a step failed")
-        self.blocks.verify()
+    def _execute(self, plan: StepPlan) -> None:
+        assert len(plan.token_ids) <= self.max_batch_tokens
+        self.computed_tokens += len(plan.token_ids)
+        outcome = self.scheduler.update(plan, self._runner.execute(plan))
+        for sequence, token in zip(outcome.sequences, outcome.token_ids, strict=True):
+            self.outputs[sequence.id].append(token)
 
     def run_to_the_end(self) -> None:
-        """Step until nothing is live."""
+        """Step until nothing is live; nothing is held then."""
         for _ in range(MAX_STEPS):
             if not self.live:
+                assert self.blocks.statistics().used_blocks == 0
+                assert self.scheduler.swap.used_blocks == 0
                 return
             self.step()
         raise AssertionError(f"{self.live} requests never end")
@@ -224,15 +228,13 @@ class History(RuleBasedStateMachine):
     @rule()
     def fail_step(self) -> None:
         """A step raises: its sequences are over, and the others go on."""
-        self._service.fail_step()
+        self._service.step(fails=lambda _: True)
 
     def teardown(self) -> None:
         """Everything ends, nothing is held, and every output is as if it had run alone."""
         if not hasattr(self, "_service") or not self._service.sound:
             return
         self._service.run_to_the_end()
-        assert self._service.blocks.statistics().used_blocks == 0
-        assert self._service.scheduler.swap.used_blocks == 0
         for seq, prompt in self._prompts.items():
             self._check_output(seq, prompt)
 

@@ -96,11 +96,12 @@ async def sampled(n: int, **settings: object) -> Completion:
         return await engine.complete(prompts([21])[0], params)
 
 
-async def test_choices_differ_and_a_seed_repeats_them() -> None:
+@pytest.mark.parametrize("preempt", ["recompute", "swap"])
+async def test_choices_differ_and_a_seed_repeats_them(preempt: str) -> None:
     """The first choice is what the seed gives alone; preemption changes none of them."""
     roomy = await sampled(4)
     alone = await sampled(1)
-    tight = await sampled(4, kv_memory="56 tokens", max_model_len=40)
+    tight = await sampled(4, kv_memory="56 tokens", max_model_len=40, preempt=preempt)
     chosen = [choice.token_ids for choice in roomy.choices]
     assert len(set(chosen)) == 4
     assert chosen[0] == alone.token_ids

@@ -385,12 +385,16 @@ def test_a_request_that_outgrows_the_pool_ends_by_an_error_of_its_own(run: Run) 
     run(main)
 
 
-def test_two_requests_with_room_for_one_and_a_half_both_finish(run: Run) -> None:
+@pytest.mark.parametrize("preempt", ["recompute", "swap"])
+def test_two_requests_with_room_for_one_and_a_half_both_finish(run: Run, preempt: str) -> None:
     """Each preempts the other at most a few times, and neither notices in its output."""
 
     async def main() -> None:
-        async with scene(GatedRunner(TINY, free_steps=0), geometry=TINY) as at:
+        runner = GatedRunner(TINY, free_steps=0)
+        async with scene(runner, geometry=TINY, preempt=preempt) as at:
             assert await outcomes(at, 2, max_tokens=10) == [undisturbed(PROMPT, 10)] * 2
-            assert 1 <= at.engine.stats().preemptions <= 4
+            stats = at.engine.stats()
+            assert 1 <= stats.preemptions <= 4
+            assert stats.swapped_preemptions == (stats.preemptions if preempt == "swap" else 0)
 
     run(main)

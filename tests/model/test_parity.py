@@ -98,10 +98,11 @@ async def test_one_prompt_alone_equals_generate(family: str) -> None:
     assert outputs == expected(family)
 
 
+@pytest.mark.parametrize("preempt", ["recompute", "swap"])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("block_size", "budget"), [(1, 512), (8, 16), (16, 7)])
 async def test_constant_preemption_changes_nothing(
-    family: str, block_size: int, budget: int
+    family: str, block_size: int, budget: int, preempt: str
 ) -> None:
     """A pool that holds little more than the longest sequence takes blocks away all the time."""
     longest = max(len(prompt) for prompt in PROMPTS) + MAX_TOKENS
@@ -111,9 +112,13 @@ async def test_constant_preemption_changes_nothing(
         max_batch_tokens=budget,
         kv_memory=f"{longest + block_size} tokens",
         prefix_cache=False,
+        preempt=preempt,
     )
     assert outputs == expected(family)
     assert stats.preemptions > 0
+    if preempt == "swap":
+        assert stats.recomputed_tokens == 0
+        assert stats.swap.swapped_in_blocks == stats.swap.swapped_out_blocks > 0
 
 
 async def test_equal_prompts_share_blocks_and_give_equal_output() -> None:

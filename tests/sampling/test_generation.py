@@ -200,6 +200,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "in chunks": {"max_batch_tokens": 9},
     "preempted": {"kv_memory": "80 tokens", "max_model_len": 72, "prefix_cache": False},
     "preempted in chunks": {"kv_memory": "80 tokens", "max_model_len": 72, "max_batch_tokens": 9},
+    "preempted and swapped": {"kv_memory": "80 tokens", "max_model_len": 72, "preempt": "swap"},
     "contiguous": {"allocator": "contiguous:reserve=request"},
 }
 
@@ -236,14 +237,16 @@ def test_the_same_comes_from_a_warm_prefix_cache() -> None:
     assert sum(cached) > 0
 
 
-async def test_prompt_log_probabilities_survive_preemption_in_the_prompt() -> None:
+@pytest.mark.parametrize("preempt", ["recompute", "swap"])
+async def test_prompt_log_probabilities_survive_preemption_in_the_prompt(preempt: str) -> None:
     """The first request's growth takes the blocks of the second, whose prompt is half computed."""
     growing, long = prompts([8, 48])
     requests = [
         (growing, SamplingParams(temperature=0, max_tokens=40)),
         (long, SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=2)),
     ]
-    async with engine(kv_memory="72 tokens", max_model_len=72, max_batch_tokens=3) as served:
+    settings = {"kv_memory": "72 tokens", "max_model_len": 72, "max_batch_tokens": 3}
+    async with engine(**settings, preempt=preempt) as served:
         _, completion = await complete_all(served, requests)
     assert completion.usage.preemptions > 0
     check_prompt(completion, long, num_top=2)
