@@ -124,6 +124,85 @@ def test_an_answer_is_a_message_of_the_next_request(client: openai.OpenAI) -> No
     assert again.choices[0].message.content == "Bye"
 
 
+WEATHER: Any = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Of a city.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+CALLS = (
+    'Look: <tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>\n'
+    '<tool_call>{"name": "weather", "arguments": {}}</tool_call>'
+)
+CALLED = [("weather", '{"city": "Rome"}'), ("weather", "{}")]
+
+
+def test_tool_calls(client: openai.OpenAI) -> None:
+    """Text beside them is content."""
+    answer = client.chat.completions.create(model="echo", messages=said(CALLS), tools=[WEATHER])
+    ChatCompletion.model_validate_json(answer.model_dump_json(), strict=True)
+    [choice] = answer.choices
+    assert (choice.message.content, choice.finish_reason) == ("Look:", "tool_calls")
+    calls = choice.message.tool_calls or []
+    assert [
+        (c.function.name, c.function.arguments) for c in calls if c.type == "function"
+    ] == CALLED
+    assert len({call.id for call in calls}) == 2
+
+
+def test_streamed_tool_calls(client: openai.OpenAI) -> None:
+    """The client's own accumulation comes to the same."""
+    with client.chat.completions.stream(
+        model="echo", messages=said(CALLS), tools=[WEATHER]
+    ) as stream:
+        stream.until_done()
+        [choice] = stream.get_final_completion().choices
+    assert (choice.message.content, choice.finish_reason) == ("Look:", "tool_calls")
+    calls = choice.message.tool_calls or []
+    assert [(c.function.name, c.function.arguments) for c in calls] == CALLED
+
+
+def test_without_tools_a_call_is_text(client: openai.OpenAI) -> None:
+    """Nobody offered any."""
+    answer = client.chat.completions.create(model="echo", messages=said(CALLS))
+    assert answer.choices[0].message.content == CALLS
+
+
+def test_the_answer_of_a_tool(client: openai.OpenAI) -> None:
+    """The call goes back to the template with its arguments as an object."""
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    messages: Any = [
+        *said("Go"),
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "42"},
+    ]
+    answer = client.chat.completions.create(model="echo", messages=messages, tools=[WEATHER])
+    assert answer.choices[0].message.content == "42"
+    call["function"] = {"name": "f", "arguments": "no JSON"}
+    with pytest.raises(openai.BadRequestError, match="tool call '1'"):
+        client.chat.completions.create(model="echo", messages=messages)
+
+
+def test_template_arguments(client: openai.OpenAI) -> None:
+    """Reach the template, except for those that are not the template's."""
+    for arguments in (
+        {"chat_template_kwargs": {"thinking": False}},
+        {"add_generation_prompt": True},
+    ):
+        answer = client.chat.completions.create(
+            model="echo", messages=said("Hi"), extra_body=arguments
+        )
+        assert answer.choices[0].message.content == "Hi"
+    with pytest.raises(openai.BadRequestError, match="chat_template"):
+        client.chat.completions.create(
+            model="echo",
+            messages=said("Hi"),
+            extra_body={"chat_template_kwargs": {"chat_template": "{{ evil }}"}},
+        )
+
+
 def test_a_completion(client: openai.OpenAI) -> None:
     """OpenAI's default of 16 tokens; fewer if asked."""
     answer = client.completions.create(model="echo", prompt="xyz")

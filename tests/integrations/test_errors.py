@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvpage.integrations.asgi import Limits, openai_app
-from tests.integrations.echo import EchoRunner, echo_engine, serving
+from tests.integrations.echo import AsciiTokenizer, EchoRunner, echo_engine, serving
 
 JSON = {"content-type": "application/json"}
 
@@ -193,6 +193,31 @@ def test_a_prompt_that_can_never_fit(client: openai.OpenAI) -> None:
     assert refused.value.code == "context_length_exceeded"
 
 
+async def test_tools_that_the_template_does_not_know() -> None:
+    """Are refused, and not left out of the prompt in silence."""
+    body = {**CHAT, "tools": [{"type": "function", "function": {"name": "f"}}]}
+    tokenizer = AsciiTokenizer("no place for them")
+    async with (
+        echo_engine(tokenizer=tokenizer) as engine,
+        local_client(openai_app(engine)) as client,
+    ):
+        response = await client.post("/v1/chat/completions", json=body)
+        assert (response.status_code, error_of(response)["param"]) == (400, "tools")
+        response = await client.post("/v1/chat/completions", json={**body, "tool_choice": "none"})
+        assert response.status_code == 200
+
+
+async def test_a_model_without_a_chat_template() -> None:
+    """Is told by name."""
+    async with (
+        echo_engine(tokenizer=AsciiTokenizer(None)) as engine,
+        local_client(openai_app(engine)) as client,
+    ):
+        response = await client.post("/v1/chat/completions", json=CHAT)
+        assert response.status_code == 400
+        assert "echo has no chat template" in error_of(response)["message"]
+
+
 def test_an_unknown_model(client: openai.OpenAI) -> None:
     """404, and the names that there are."""
     with pytest.raises(openai.NotFoundError, match=r"no model 'gpt'.*'echo'") as unknown:
@@ -284,15 +309,13 @@ async def test_a_closed_engine_is_503() -> None:
     """For requests and for `/health`."""
     engine = echo_engine()
     async with local_client(openai_app(engine)) as client:
-        assert (await client.get("/health")).json() == {
-            "status": "ok",
-            "models": {"echo": "running"},
-        }
+        idle = {"state": "running", "open_requests": 0, "since_progress_s": 0.0}
+        assert (await client.get("/health")).json() == {"status": "ok", "models": {"echo": idle}}
         await engine.aclose()
         response = await client.post("/v1/completions", json=COMPLETION)
         assert (response.status_code, error_of(response)["code"]) == (503, "engine_closed")
         health = await client.get("/health")
-        assert (health.status_code, health.json()["models"]) == (503, {"echo": "closed"})
+        assert (health.status_code, health.json()["models"]["echo"]["state"]) == (503, "closed")
 
 
 class _Failing(EchoRunner):
@@ -330,7 +353,8 @@ async def test_a_broken_engine_is_503() -> None:
         for _ in range(2):
             response = await client.post("/v1/completions", json=COMPLETION)
             assert (response.status_code, error_of(response)["code"]) == (503, "engine_broken")
-        assert (await client.get("/health")).json()["models"] == {"echo": "broken"}
+        health = await client.get("/health")
+        assert (health.status_code, health.json()["models"]["echo"]["state"]) == (503, "broken")
 
 
 @pytest.mark.parametrize("path", VALID)

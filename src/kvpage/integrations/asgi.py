@@ -28,7 +28,7 @@ from starlette.routing import BaseRoute, Mount, Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvpage.engine import AsyncEngine
-from kvpage.errors import EngineClosed, KvpageError
+from kvpage.errors import KvpageError
 from kvpage.integrations.connection import ClientGone, EventStream, read_body, while_connected
 from kvpage.integrations.guards import ApiKeyGuard
 from kvpage.integrations.openai.document import openapi_document
@@ -41,14 +41,15 @@ from kvpage.integrations.openai.requests import (
     ResponseRequest,
 )
 from kvpage.metrics import register
+from kvpage.stats import EngineHealth
 
 logger = logging.getLogger("kvpage.http")
 
 LARGE_BODY_BYTES = 64 * 2**10
 """A longer body is parsed in a thread: the event loop goes on meanwhile."""
 
-HEALTH_S = 10.0
-"""An engine that finishes no step in this time is not well."""
+STUCK_S = 60.0
+"""An engine that has work and finishes no step in this time is not well."""
 
 OpenJob = Callable[[Any, AsyncEngine], Awaitable[Job]]
 
@@ -103,7 +104,19 @@ def openai_app(
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
         )
-    return app
+    return _AnySlash(app)
+
+
+class _AnySlash:
+    """Takes `/v1/models/` for `/v1/models`: Litestar adds the slash for what is mounted in it."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope.get("path", "").endswith("/"):
+            scope = {**scope, "path": scope["path"].rstrip("/") or "/"}
+        await self._app(scope, receive, send)
 
 
 def _api_routes(engines: Mapping[str, AsyncEngine], limits: Limits) -> list[BaseRoute]:
@@ -262,23 +275,26 @@ def _no_such_model(name: str, engines: Mapping[str, AsyncEngine]) -> ApiError:
 
 
 async def _health(engines: Mapping[str, AsyncEngine], _request: Request) -> Response:
-    """200 if every engine does its work, else 503; what is known of each."""
-    states = {name: await _state(engine) for name, engine in engines.items()}
-    well = all(state == "running" for state in states.values())
-    return json_response(
-        {"status": "ok" if well else "failed", "models": states}, 200 if well else 503
-    )
+    """200 if every engine takes requests and gets on with them, else 503."""
+    healths = {name: engine.health() for name, engine in engines.items()}
+    well = all(map(_gets_on, healths.values()))
+    content = {
+        "status": "ok" if well else "unavailable",
+        "models": {name: _about(health) for name, health in healths.items()},
+    }
+    return json_response(content, 200 if well else 503)
 
 
-async def _state(engine: AsyncEngine) -> str:
-    try:
-        with anyio.fail_after(HEALTH_S):
-            await engine.block_map()  # answered between two steps
-    except TimeoutError:
-        return "stuck"
-    except KvpageError as error:
-        return "closed" if isinstance(error, EngineClosed) else "broken"
-    return "running"
+def _gets_on(health: EngineHealth) -> bool:
+    return health.state == "running" and health.since_progress_s < STUCK_S
+
+
+def _about(health: EngineHealth) -> dict[str, Any]:
+    return {
+        "state": health.state,
+        "open_requests": health.open_requests,
+        "since_progress_s": round(health.since_progress_s, 3),
+    }
 
 
 async def _http_error(_request: Request, error: Exception) -> Response:

@@ -1,6 +1,6 @@
 """From a request to its answer: generate for every prompt, and send what comes."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 
 import anyio
@@ -15,9 +15,10 @@ from kvpage.integrations.openai.chat import ChatAnswer
 from kvpage.integrations.openai.completions import CompletionAnswer, Echo
 from kvpage.integrations.openai.errors import bad_request, json_response
 from kvpage.integrations.openai.params import (
-    chat_messages,
     chat_params,
+    chat_prompt,
     completion_params,
+    offered_tools,
     response_messages,
     response_params,
 )
@@ -29,6 +30,7 @@ from kvpage.integrations.openai.requests import (
     StreamOptions,
 )
 from kvpage.integrations.openai.responses import ResponseAnswer
+from kvpage.integrations.openai.tool_calls import ToolCallReader, reader_for
 from kvpage.request import Prompt
 from kvpage.sampling import SamplingParams
 from kvpage.stream import Completion, TokenStream
@@ -148,9 +150,9 @@ async def chat_job(request: ChatRequest, engine: AsyncEngine) -> Job:
         num_choices=params.n,
         texts=_texts(engine, bool(request.logprobs)),
         include_usage=_include_usage(request.stream_options),
-        new_reader=None,
+        new_reader=_tool_reader(engine) if offered_tools(request) else None,
     )
-    return Job(engine, request, [chat_messages(request)], params, answer)
+    return Job(engine, request, [chat_prompt(request)], params, answer)
 
 
 async def response_job(request: ResponseRequest, engine: AsyncEngine) -> Job:
@@ -173,6 +175,25 @@ def _echoes(engine: AsyncEngine, prompts: Sequence[Prompt]) -> list[Echo]:
         Echo(prompt if isinstance(prompt, str) else texts.joined(ids), ids)
         for prompt, ids in zip(prompts, encoded, strict=True)
     ]
+
+
+def _tool_reader(engine: AsyncEngine) -> Callable[[], ToolCallReader]:
+    """Reads calls in the form that the model was taught.
+
+    Raises:
+        ApiError: it was taught none, or none that is known here.
+    """
+    template = getattr(engine.model.tokenizer, "chat_template", None) or ""
+    if not isinstance(template, str):  # several by name
+        template = template.get("tool_use", "")
+    new_reader = reader_for(template)
+    if new_reader is None:
+        raise bad_request(
+            f"the chat template of {engine.model.name} has no tools, or calls in a form that is "
+            f"not known here (Hermes, Qwen and Llama 3 are)",
+            "tools",
+        )
+    return new_reader
 
 
 def _texts(engine: AsyncEngine, wanted: bool) -> TokenTexts | None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import attrs
 
+from kvpage.chat import Chat
 from kvpage.integrations.openai.errors import bad_request
 from kvpage.integrations.openai.requests import (
     AssistantMessage,
@@ -17,6 +18,7 @@ from kvpage.integrations.openai.requests import (
     Message,
     ResponseRequest,
     TextPart,
+    Tool,
     ToolCall,
 )
 from kvpage.sampling import SamplingParams
@@ -95,13 +97,30 @@ def _params(request: GenerationRequest, defaults: SamplingParams, **chosen: Any)
     )
 
 
-def chat_messages(request: ChatRequest) -> list[dict[str, Any]]:
+def chat_prompt(request: ChatRequest) -> Chat:
     """The conversation as chat templates want it.
 
     Raises:
         ApiError: the arguments of a call in it are no JSON object.
+        RequestError: the template's arguments contradict each other.
     """
-    return [_template_message(message) for message in request.messages]
+    end = {
+        name: getattr(request, name)
+        for name in ("add_generation_prompt", "continue_final_message")
+        if getattr(request, name) is not None
+    }
+    tools: list[Any] = [tool.model_dump(exclude_none=True) for tool in offered_tools(request)]
+    return Chat(
+        messages=[_template_message(message) for message in request.messages],
+        tools=tools,
+        template_kwargs=request.chat_template_kwargs or {},
+        **end,
+    )
+
+
+def offered_tools(request: ChatRequest) -> Sequence[Tool]:
+    """The tools that the model may use in its answer."""
+    return () if request.tool_choice == "none" else request.tools or ()
 
 
 def response_messages(request: ResponseRequest) -> list[dict[str, Any]]:

@@ -223,6 +223,11 @@ class ChatRequest(GenerationRequest):
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: Literal[True] | None = None
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="Further names that the chat template may use."
+    )
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     stream_options: StreamOptions | None = None
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
     service_tier: Literal["auto", "default"] | None = None

@@ -1,0 +1,149 @@
+"""The same app inside of other people's programs, on both event loops."""
+
+from collections.abc import Callable
+from typing import Any
+
+import anyio
+import httpx
+import pytest
+
+from kvpage import AsyncEngine
+from kvpage.integrations.asgi import openai_app
+from tests.engine.scenes import BACKENDS
+from tests.integrations.echo import echo_engine
+
+CHAT: dict[str, Any] = {"model": "echo", "messages": [{"role": "user", "content": "Hello"}]}
+
+
+def in_starlette(engine: AsyncEngine) -> Any:
+    from starlette.applications import Starlette
+    from starlette.routing import Mount
+
+    return Starlette(routes=[Mount("/llm", openai_app(engine))])
+
+
+def in_fastapi(engine: AsyncEngine) -> Any:
+    from fastapi import FastAPI
+
+    app = FastAPI()
+    app.mount("/llm", openai_app(engine))
+    return app
+
+
+def in_litestar(engine: AsyncEngine) -> Any:
+    from litestar import Litestar, asgi
+
+    return Litestar([asgi("/llm", is_mount=True, copy_scope=True)(openai_app(engine))])
+
+
+def in_django(engine: AsyncEngine) -> Any:
+    """As in a project's `asgi.py`: by path, before Django sees the request."""
+    from django.conf import settings
+    from django.core.asgi import get_asgi_application
+
+    if not settings.configured:
+        settings.configure(SECRET_KEY="for tests", ALLOWED_HOSTS=["*"])
+    django = get_asgi_application()
+    api = openai_app(engine)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if scope["path"].startswith("/llm/"):
+            await api({**scope, "root_path": "/llm"}, receive, send)
+        else:
+            await django(scope, receive, send)
+
+    return app
+
+
+@pytest.mark.parametrize("host", [in_starlette, in_fastapi, in_litestar, in_django])
+async def test_inside_of_a_host(host: Callable[[AsyncEngine], Any]) -> None:
+    """Answers, whole and streamed, and errors are its own; the host closes the engine."""
+    async with echo_engine() as engine:
+        await check(host(engine))
+
+
+async def check(app: Any) -> None:
+    """Under `/llm`, all is as it should be."""
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://test/llm") as client:
+        whole = await client.post("/v1/chat/completions", json=CHAT)
+        assert whole.json()["choices"][0]["message"]["content"] == "Hello"
+        streamed = await client.post("/v1/chat/completions", json={**CHAT, "stream": True})
+        assert streamed.headers["content-type"] == "text/event-stream; charset=utf-8"
+        assert streamed.text.endswith("data: [DONE]\n\n")
+        refused = await client.post("/v1/chat/completions", json={**CHAT, "n": 0})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "n")
+        nowhere = await client.get("/v1/nowhere")
+        assert (nowhere.status_code, set(nowhere.json())) == (404, {"error"})
+        assert (await client.get("/health")).status_code == 200
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_on_either_event_loop(backend: str) -> None:
+    """Its tasks are anyio's."""
+
+    async def main() -> None:
+        async with echo_engine() as engine:
+            app = openai_app(engine)
+            assert await exchange(app, CHAT) == (200, b"Hello")
+            assert (await exchange(app, {**CHAT, "stream": True}))[0] == 200
+
+    anyio.run(main, backend=backend)
+
+
+async def exchange(app: Any, body: dict[str, Any]) -> tuple[int, bytes]:
+    """One request without any HTTP library (httpx's own transport knows asyncio only)."""
+    import json
+
+    sent: list[Any] = []
+    incoming = [{"type": "http.request", "body": json.dumps(body).encode()}]
+
+    async def receive() -> Any:
+        if incoming:
+            return incoming.pop()
+        await anyio.sleep_forever()
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/v1/chat/completions",
+        "query_string": b"",
+        "headers": [(b"content-type", b"application/json")],
+    }
+    await app(scope, receive, send)
+    content = b"".join(message.get("body", b"") for message in sent)
+    if content.startswith(b"{"):
+        content = json.loads(content)["choices"][0]["message"]["content"].encode()
+    return sent[0]["status"], content
+
+
+async def test_several_engines() -> None:
+    """By their names; one may go by two."""
+    async with echo_engine() as one, echo_engine() as two:
+        app = openai_app({"a": one, "b": two, "alias": one})
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            for model in ("a", "b", "alias", "alias"):
+                answer = await client.post("/v1/chat/completions", json={**CHAT, "model": model})
+                assert answer.json()["model"] == model
+            listed = (await client.get("/v1/models")).json()["data"]
+            metrics = (await client.get("/metrics")).text
+        assert [model["id"] for model in listed] == ["a", "b", "alias"]
+        assert (one.stats().requests_finished, two.stats().requests_finished) == (3, 1)
+        assert 'kvpage_requests_total{model="a",outcome="finished"} 3.0' in metrics
+        assert 'model="alias"' not in metrics
+
+
+async def test_the_app_leaves_the_engine_open() -> None:
+    """It is the host's; so is every thread and task."""
+    async with echo_engine() as engine:
+        import threading
+
+        before = threading.active_count()
+        openai_app(engine)
+        assert threading.active_count() == before
+        await check(in_starlette(engine))
+        assert engine.health().state == "running"
