@@ -29,6 +29,7 @@ from kvpage.blocks import BlockId, PoolGeometry, SequenceId
 from kvpage.config import DEFAULT_BLOCK_SIZE
 from kvpage.engine_thread import Close, EngineThread, Submit
 from kvpage.errors import OutOfBlocks
+from kvpage.latencies import BlockLifetimes, Histogram
 from kvpage.plan import StepPlan, StepResult
 from kvpage.plugins import AllocatorSpec, build_allocator
 from kvpage.request import OpenChoice, Request
@@ -66,7 +67,12 @@ def new_scheduler(allocator: str, num_seqs: int, max_tokens: int) -> tuple[Sched
     spec = AllocatorSpec.parse(allocator)
     block_size = spec.block_size or DEFAULT_BLOCK_SIZE
     geometry = PoolGeometry(2 * num_seqs * max_tokens // block_size, block_size, max_tokens)
-    blocks = BlockManager(geometry, build_allocator(spec, geometry), max_num_seqs=num_seqs)
+    blocks = BlockManager(
+        geometry,
+        build_allocator(spec, geometry),
+        max_num_seqs=num_seqs,
+        lifetimes=BlockLifetimes(geometry.num_blocks, Histogram()),
+    )
     batch = RunningBatch(num_seqs, max_tokens)
     return Scheduler(blocks, batch, max_batch_tokens=geometry.num_slots), geometry
 

@@ -15,7 +15,7 @@ and `free + used + cached == num_blocks` after every operation.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar, cast
 
 import attrs
@@ -24,7 +24,8 @@ import numpy.typing as npt
 
 from kvpage.allocators.base import Allocator, Grant, Trimmable
 from kvpage.blocks import BlockId, Extent, PoolGeometry, PoolStatistics, SequenceId
-from kvpage.errors import AllocatorFault, OutOfBlocks
+from kvpage.errors import AllocatorFault, LedgerError, OutOfBlocks
+from kvpage.latencies import BlockLifetimes
 from kvpage.prefix import BlockKey
 from kvpage.swap import NO_PAIRS
 
@@ -62,6 +63,7 @@ class BlockManager:
         max_num_seqs: int,
         name: str = "custom",
         prefix_cache: bool = False,
+        lifetimes: BlockLifetimes | None = None,
     ) -> None:
         """Start with every block free.
 
@@ -71,6 +73,7 @@ class BlockManager:
             max_num_seqs: rows of the block table.
             name: the allocator's name, for messages.
             prefix_cache: keep full blocks of finished sequences for reuse; needs `sharing`.
+            lifetimes: is told of every grant and return.
         """
         self.geometry = geometry
         self.tables: npt.NDArray[np.int32] = np.full(
@@ -80,6 +83,7 @@ class BlockManager:
         self.prefix_cache = prefix_cache and allocator.sharing
         self._allocator = allocator
         self._name = name
+        self._lifetimes = lifetimes
         self._references = [FREE] * geometry.num_blocks
         self._holdings: dict[SequenceId, _Holding] = {}
         self._num_free = geometry.num_blocks
@@ -292,25 +296,47 @@ class BlockManager:
             cached_blocks=cached,
         )
 
+    @property
+    def is_free(self) -> npt.NDArray[np.bool_]:
+        """`bool[num_blocks]`, may the block be granted? Cost: linear in blocks; for debugging."""
+        return np.equal(self._references, FREE)
+
     def verify(self) -> None:
-        """Recount everything from the block tables. Cost: linear in blocks; for tests, debugging.
+        """Recount everything from the block tables. Cost: linear in blocks; for debugging.
 
         Raises:
-            AssertionError: the ledger contradicts itself.
+            LedgerError: the ledger contradicts itself.
         """
+        for contradiction in self._contradictions():
+            raise LedgerError(f"the ledger of blocks contradicts itself: {contradiction}")
+
+    def _contradictions(self) -> Iterator[str]:
+        """What is wrong, each as the main clause of a sentence."""
         counted = [FREE] * self.geometry.num_blocks
-        for holding in self._holdings.values():
+        for seq, holding in self._holdings.items():
             for block in holding.blocks:
                 counted[block] += 1
             width = min(len(holding.blocks), self.tables.shape[1])
-            assert self.tables[holding.row, :width].tolist() == holding.blocks[:width]
+            if self.tables[holding.row, :width].tolist() != holding.blocks[:width]:
+                yield f"row {holding.row} does not list the blocks of sequence {seq}"
         for block in self._cached:
-            assert counted[block] == FREE, f"block {block} is cached and held"
+            if counted[block] != FREE:
+                yield f"block {block} is cached, and {counted[block]} sequences hold it"
             counted[block] = CACHED
-        assert counted == self._references
-        assert self._num_free == counted.count(FREE)
-        assert all(counted[block] != FREE for block in self._keys)
-        assert self._allocator.statistics().free_blocks == self._num_free
+        for number, (found, noted) in enumerate(zip(counted, self._references, strict=True)):
+            if found != noted:
+                yield f"block {number} has {noted} references, and {found} are found"
+        if self._num_free != counted.count(FREE):
+            yield f"{self._num_free} blocks count as free, and {counted.count(FREE)} are"
+        for block in self._keys:
+            if counted[block] == FREE:
+                yield f"block {block} is free, and offered for reuse"
+        free_blocks = self._allocator.statistics().free_blocks
+        if free_blocks != self._num_free:
+            yield (
+                f"allocator {self._name!r} says that {free_blocks} blocks are free, and "
+                f"{self._num_free} are"
+            )
 
     # -- prefix index --------------------------------------------------------------------------
 
@@ -380,6 +406,7 @@ class BlockManager:
     def _give_back(self, blocks: Sequence[BlockId]) -> None:
         """These blocks are free. A strategy that fails here cannot unfree them."""
         self._num_free += len(blocks)
+        self._note_return(blocks)
         if blocks:
             self._tell("free", lambda: self._allocator.free(blocks))
 
@@ -453,8 +480,17 @@ class BlockManager:
         for block in blocks:
             self._references[block] = 1
         self._num_free -= len(blocks)
+        self._note_grant(blocks)
         holding.blocks.extend(blocks)
         self.capacity_tokens[holding.row] = len(holding.blocks) * self.geometry.block_size
+
+    def _note_grant(self, blocks: Sequence[BlockId]) -> None:
+        if self._lifetimes is not None:
+            self._lifetimes.granted(blocks)
+
+    def _note_return(self, blocks: Sequence[BlockId]) -> None:
+        if self._lifetimes is not None:
+            self._lifetimes.returned(blocks)
 
     def _write_table(self, holding: _Holding, first: int) -> None:
         """Enter the blocks `first, first + 1, ...` of a holding in its row.
@@ -474,6 +510,7 @@ class BlockManager:
                 self.tables[holding.row, index] = to
             self._references[to] = 1
             self._num_free -= 1
+            self._note_grant([to])
             self._copies[to] = self._copies.get(source, source)
             self._rename_published(source, to)
         self._drop([source for source, _ in moves])
@@ -505,6 +542,7 @@ class BlockManager:
             return
         for block in holding.blocks[-num_blocks:]:
             self._references[block] = FREE
+        self._note_return(holding.blocks[-num_blocks:])
         del holding.blocks[-num_blocks:]
         self._num_free += num_blocks
         self.tables[holding.row, len(holding.blocks) :] = -1

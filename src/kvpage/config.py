@@ -34,6 +34,7 @@ DEFAULT_SWAP_SHARE = 0.25
 
 Preempt = Literal["recompute", "swap"]
 WhenBusy = Literal["wait", "raise"]
+Checks = Literal["grants", "everything"]
 Attention = Literal["auto", "numba", "triton", "reference"]
 
 
@@ -147,6 +148,9 @@ class EngineConfig:
         prefix_cache: share the blocks of equal prefixes, where the strategy can share.
         cuda_graphs: capture decode steps as CUDA graphs, on a GPU with the Triton kernel.
         attention: the kernel; `"auto"` takes Triton on a GPU and numba on a CPU.
+        checks: `"grants"`: every answer of the allocator is checked; `"everything"`: besides, the
+            whole ledger is recounted at each step, and K and V of free blocks become NaN, so that a
+            use of freed memory shows at once. Slow, for finding bugs; the output is the same.
         plugins: objects or modules with a `kvpage_allocators` hook, beside the installed ones.
     """
 
@@ -165,6 +169,7 @@ class EngineConfig:
     prefix_cache: bool = True
     cuda_graphs: bool = True
     attention: Attention = attrs.field(default="auto", validator=_one_of(get_args(Attention)))
+    checks: Checks = attrs.field(default="grants", validator=_one_of(get_args(Checks)))
     plugins: Sequence[object] = attrs.field(default=(), converter=tuple)
 
     def resolve(

@@ -18,6 +18,7 @@ from kvpage.admission import AdmissionGate, post_to_current_loop
 from kvpage.batch import RunningBatch
 from kvpage.block_manager import BlockManager
 from kvpage.blocks import PoolGeometry
+from kvpage.checks import CheckedScheduler
 from kvpage.config import EngineConfig, default_cpu_kv_bytes
 from kvpage.engine_thread import (
     Cancel,
@@ -29,8 +30,8 @@ from kvpage.engine_thread import (
 )
 from kvpage.errors import EngineClosed
 from kvpage.imports import import_model_libraries
-from kvpage.latencies import Latencies
-from kvpage.plan import Runner
+from kvpage.latencies import BlockLifetimes, Latencies
+from kvpage.plan import Poisonable, Runner
 from kvpage.plugins import build_allocator, check_allocator_spec
 from kvpage.prefix import ChainedKeys
 from kvpage.request import EngineModel, OpenChoice, Prompt, Request, prepare
@@ -333,6 +334,7 @@ class AsyncEngine:
         self._numbers = itertools.count(step=MAX_CHOICES)  # each choice has an id of its own
         self._secret = secrets.token_bytes(32)
         self._gate = AdmissionGate(config.max_waiting)
+        latencies = Latencies()
         allocator = build_allocator(config.allocator, geometry, plugins=config.plugins)
         blocks = BlockManager(
             geometry,
@@ -340,15 +342,11 @@ class AsyncEngine:
             max_num_seqs=config.max_num_seqs,
             name=str(config.allocator),
             prefix_cache=config.prefix_cache,
+            lifetimes=BlockLifetimes(geometry.num_blocks, latencies.block_lifetime),
         )
         batch = RunningBatch(config.max_num_seqs, geometry.max_model_len)
-        scheduler = Scheduler(
-            blocks,
-            batch,
-            max_batch_tokens=config.max_batch_tokens,
-            swap=SwapSpace(config.num_swap_blocks),
-        )
-        self._thread = EngineThread(scheduler, runner, self._gate, geometry)
+        scheduler = _scheduler(blocks, batch, runner, config)
+        self._thread = EngineThread(scheduler, runner, self._gate, geometry, latencies)
         self._thread.start()
         # Closes an engine that is dropped without `aclose`.
         weakref.finalize(self, self._thread.post, Close("now")).atexit = False
@@ -410,6 +408,21 @@ class OpeningEngine:
             self._failed_by = error
             raise
         return self._engine
+
+
+def _scheduler(
+    blocks: BlockManager, batch: RunningBatch, runner: Runner, config: EngineConfig
+) -> Scheduler:
+    new: Callable[..., Scheduler] = Scheduler
+    if config.checks == "everything":
+        poison = runner.poison if isinstance(runner, Poisonable) else None
+        new = partial(CheckedScheduler, poison=poison)
+    return new(
+        blocks,
+        batch,
+        max_batch_tokens=config.max_batch_tokens,
+        swap=SwapSpace(config.num_swap_blocks),
+    )
 
 
 def _default_kv_bytes(model: Any, config: EngineConfig) -> int:

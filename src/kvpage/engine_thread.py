@@ -95,9 +95,10 @@ class EngineThread:
         runner: Runner,
         gate: AdmissionGate,
         geometry: PoolGeometry,
+        latencies: Latencies | None = None,
     ) -> None:
         self.broken_by: BaseException | None = None
-        self.latencies = Latencies()
+        self.latencies = latencies or Latencies()
         self.traffic = TrafficRecorder(started_at=time.perf_counter())
         self._ended = False
         self._progress_at: float | None = None  # None while there is no work

@@ -16,7 +16,8 @@ A fault ends in `Error` (or says what failed); an expected signal does not::
     │   └── StepFailed         the model, or a logits processor, failed in a step of this request
     ├── EngineBusy             signal: `max_waiting` requests are queued already
     ├── EngineClosed           signal: the engine was closed
-    └── EngineBroken           the engine thread ended with an exception; `__cause__` has it
+    ├── EngineBroken           the engine thread ended with an exception; `__cause__` has it
+    └── LedgerError            the ledger of blocks contradicts itself: a bug, found by `checks`
 
     OutOfBlocks                signal between allocator and block manager: not now, nothing changed
 """
@@ -87,6 +88,13 @@ class EngineClosed(KvpageError):  # noqa: N818
 
 class EngineBroken(KvpageError):  # noqa: N818
     """The engine thread ended with an exception (see `__cause__`); make a new engine."""
+
+
+class LedgerError(KvpageError):
+    """The ledger of blocks contradicts itself: a bug of kvpage, or of the allocator that it names.
+
+    Only an engine with `checks="everything"` looks for it, and breaks by it.
+    """
 
 
 class OutOfBlocks(Exception):  # noqa: N818

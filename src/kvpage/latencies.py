@@ -1,9 +1,12 @@
 """How long things take in a running engine, counted in histograms."""
 
+import time
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import attrs
+
+from kvpage.blocks import BlockId
 
 SECONDS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
@@ -13,6 +16,9 @@ SECONDS = (
 
 HOST_SECONDS = (0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1)
 """Upper bounds of the buckets for the work around a step."""
+
+LIFETIME_SECONDS = (0.01, 0.05, 0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 900.0, 3600.0)
+"""Upper bounds for blocks, which the prefix cache may keep for hours."""
 
 
 @attrs.frozen
@@ -64,6 +70,8 @@ class Latencies:
         request: from submission to the last token, per finished request.
         step: one execution of the model, sampling included.
         host: the rest of a step: deciding it, delivering its tokens.
+        block_lifetime: from the grant of a block to its return, the time that it was kept for
+            reuse included, per block.
     """
 
     queue: Histogram = attrs.field(factory=Histogram)
@@ -72,3 +80,38 @@ class Latencies:
     request: Histogram = attrs.field(factory=Histogram)
     step: Histogram = attrs.field(factory=Histogram)
     host: Histogram = attrs.field(factory=lambda: Histogram(HOST_SECONDS))
+    block_lifetime: Histogram = attrs.field(factory=lambda: Histogram(LIFETIME_SECONDS))
+
+
+class BlockLifetimes:
+    """Counts how long blocks are away from their allocator.
+
+    Costs a few tenths of a microsecond per block, nothing per token.
+
+    Args:
+        num_blocks: blocks in the pool.
+        histogram: counts the seconds.
+        clock: tells seconds.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        histogram: Histogram,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._granted_at = [0.0] * num_blocks
+        self._histogram = histogram
+        self._clock = clock
+
+    def granted(self, blocks: Sequence[BlockId]) -> None:
+        """The allocator gave these blocks."""
+        now = self._clock()
+        for block in blocks:
+            self._granted_at[block] = now
+
+    def returned(self, blocks: Sequence[BlockId]) -> None:
+        """The allocator has these blocks back."""
+        now = self._clock()
+        for block in blocks:
+            self._histogram.observe(now - self._granted_at[block])

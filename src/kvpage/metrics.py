@@ -98,6 +98,7 @@ class _EngineCollector(Collector):
             ("request_seconds", latencies.request, "From submission to the last token."),
             ("step_seconds", latencies.step, "One execution of the model."),
             ("host_seconds", latencies.host, "Deciding a step and delivering its tokens."),
+            ("block_lifetime_seconds", latencies.block_lifetime, "From grant to return."),
         ):
             family = HistogramMetricFamily(f"kvpage_{name}", help_text, labels=[*self._labels])
             snapshot = histogram.snapshot()

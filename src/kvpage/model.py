@@ -47,6 +47,11 @@ class KVPools:
         for k_pool, v_pool in self.layers:
             self._backend.copy_blocks(k_pool, v_pool, copies, block_size=block_size)
 
+    def poison(self, blocks: torch.Tensor, block_size: int) -> None:
+        """Fill blocks `int64[n]` with NaN in every layer."""
+        for pool in (pool for pools in self.layers for pool in pools):
+            pool.view(len(pool) // block_size, -1).index_fill_(0, blocks, torch.nan)
+
     def step(self, batch: AttentionBatch, slots: torch.Tensor) -> AttentionStep:
         """The attention of one step: `slots` `int64[T]` take the K and V of its tokens."""
         return _PagedStep(self.layers, self._backend, batch, slots)

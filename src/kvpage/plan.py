@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import attrs
 import numpy as np
@@ -110,4 +110,13 @@ class Runner(Protocol):
 
     def close(self) -> None:
         """Give memory back. The runner is not used again."""
+        ...
+
+
+@runtime_checkable
+class Poisonable(Protocol):
+    """What a runner may be besides, for engines with `checks="everything"`."""
+
+    def poison(self, blocks: npt.NDArray[np.int64]) -> None:
+        """Overwrite K and V of `blocks`, so that whoever reads them before writing is found out."""
         ...

@@ -111,6 +111,10 @@ class ModelRunner:
             logits = self._computed(plan, batch)
         return _result(logits, plan)
 
+    def poison(self, blocks: npt.NDArray[np.int64]) -> None:
+        """See `Poisonable.poison`: NaN, which no softmax swallows."""
+        self._pools.poison(self._upload(blocks), self._geometry.block_size)
+
     def close(self) -> None:
         """Drop pools and model; on a GPU their memory goes back to the device."""
         on_gpu = self._on_gpu

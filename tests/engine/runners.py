@@ -6,6 +6,7 @@ from typing import Any
 
 import anyio.to_thread
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvpage.blocks import PoolGeometry
@@ -107,6 +108,9 @@ class GatedRunner:
         if self._watch is not None:
             self._watch(plan)
         return self._fake.execute(plan)
+
+    def poison(self, blocks: npt.NDArray[np.int64]) -> None:
+        self._fake.poison(blocks)
 
     def close(self) -> None:
         self.closed = True

@@ -115,6 +115,11 @@ class FakeRunner:
         sampled = [self._next_token(tokens_of[row]) for row in plan.sample_rows.tolist()]
         return StepResult(np.array(sampled, np.int64))
 
+    def poison(self, blocks: npt.NDArray[np.int64]) -> None:
+        """See `Poisonable.poison`."""
+        self._tokens.reshape(-1, self._block_size)[blocks] = EMPTY
+        self._fingerprints.reshape(-1, self._block_size)[blocks] = 0
+
     def close(self) -> None:
         """See `Runner.close`."""
         self.closed = True
