@@ -8,7 +8,6 @@ from typing import Any, cast
 import attrs
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -16,8 +15,8 @@ from hypothesis.stateful import (
     invariant,
     precondition,
     rule,
-    run_state_machine_as_test,
 )
+from tests.allocators.machines import run_machine
 
 from kvpage.allocators.base import Grant
 from kvpage.allocators.dynamic import DynamicAllocator
@@ -156,35 +155,15 @@ class Operations(RuleBasedStateMachine):
         return data.draw(st.sampled_from(sorted(self._live)))
 
 
-def run_operations(factory: AllocatorUnderTest, *, max_examples: int, steps: int) -> None:
-    """Run the state machine over one strategy."""
-
-    class OfStrategy(Operations):
-        def __init__(self) -> None:
-            super().__init__(factory)
-
-    run_state_machine_as_test(
-        OfStrategy,
-        settings=settings(
-            max_examples=max_examples,
-            stateful_step_count=steps,
-            deadline=None,
-            database=None,
-            derandomize=True,
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
-
-
 def test_every_operation_keeps_the_ledger_right(factory: AllocatorUnderTest) -> None:
     """A few histories of each strategy, on every run of the suite."""
-    run_operations(factory, max_examples=10, steps=30)
+    run_machine(Operations, factory, max_examples=10, steps=30)
 
 
 @pytest.mark.slow
 def test_every_operation_keeps_the_ledger_right_at_length(factory: AllocatorUnderTest) -> None:
     """A thousand histories of fifty operations."""
-    run_operations(factory, max_examples=1000, steps=50)
+    run_machine(Operations, factory, max_examples=1000, steps=50)
 
 
 # -- answers that break the contract -----------------------------------------------------------
@@ -319,6 +298,23 @@ def test_a_strategy_that_fails_to_take_back_is_survived(caplog: pytest.LogCaptur
 
     assert blocks.statistics().used_blocks == 0
     assert "allocator 'stubborn' raised in free" in caplog.text
+
+
+def test_a_second_release_is_refused_and_frees_nothing() -> None:
+    """Neither a sequence that is over nor one that never was gives blocks back."""
+    geometry = PoolGeometry(8, 4, 80)
+    blocks = BlockManager(geometry, FixedAllocator(geometry), max_num_seqs=2)
+    for seq in (SequenceId(0), SequenceId(1)):
+        blocks.admit(seq, seq, 8, max_tokens=80)
+    blocks.release(SequenceId(0))
+    before = blocks.statistics()
+
+    for seq in (SequenceId(0), SequenceId(7)):
+        with pytest.raises(KeyError):
+            blocks.release(seq)
+
+    assert blocks.statistics() == before
+    blocks.verify()
 
 
 def test_the_cost_of_growth_does_not_grow_with_the_sequence() -> None:

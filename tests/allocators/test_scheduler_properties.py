@@ -11,15 +11,14 @@ from itertools import count
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
     precondition,
     rule,
-    run_state_machine_as_test,
 )
+from tests.allocators.machines import run_machine
 
 from kvpage.batch import RunningBatch
 from kvpage.block_manager import BlockManager
@@ -256,32 +255,12 @@ class History(RuleBasedStateMachine):
             assert len(prompt) + len(output) > self._service.geometry.num_slots
 
 
-def run_histories(factory: AllocatorUnderTest, *, max_examples: int, steps: int) -> None:
-    """Run the state machine over one strategy."""
-
-    class OfStrategy(History):
-        def __init__(self) -> None:
-            super().__init__(factory)
-
-    run_state_machine_as_test(
-        OfStrategy,
-        settings=settings(
-            max_examples=max_examples,
-            stateful_step_count=steps,
-            deadline=None,
-            database=None,
-            derandomize=True,
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
-
-
 def test_outputs_are_undisturbed(factory: AllocatorUnderTest) -> None:
     """A few histories of each strategy, on every run of the suite."""
-    run_histories(factory, max_examples=15, steps=20)
+    run_machine(History, factory, max_examples=15, steps=20)
 
 
 @pytest.mark.slow
 def test_outputs_are_undisturbed_at_length(factory: AllocatorUnderTest) -> None:
     """A thousand histories of fifty calls."""
-    run_histories(factory, max_examples=1000, steps=50)
+    run_machine(History, factory, max_examples=1000, steps=50)
