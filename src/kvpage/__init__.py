@@ -13,6 +13,13 @@ from kvpage.blocks import (
     SequenceId,
 )
 from kvpage.chat import Chat
+from kvpage.comparison import (
+    CandidateResult,
+    CandidateRun,
+    Comparison,
+    ComparisonSettings,
+    compare,
+)
 from kvpage.config import EngineConfig, KVMemory
 from kvpage.engine import AsyncEngine
 from kvpage.errors import (
@@ -51,8 +58,12 @@ __all__ = [
     "AsyncEngine",
     "BlockId",
     "BlockMap",
+    "CandidateResult",
+    "CandidateRun",
     "Chat",
     "Choice",
+    "Comparison",
+    "ComparisonSettings",
     "Completion",
     "ConfigError",
     "DuplicateRequest",
@@ -91,6 +102,7 @@ __all__ = [
     "Trimmable",
     "UnsupportedModelError",
     "Usage",
+    "compare",
     "hookimpl",
     "installed_allocators",
 ]

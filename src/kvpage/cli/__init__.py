@@ -5,6 +5,7 @@ import sys
 import typer
 
 from kvpage.cli.allocators import allocators
+from kvpage.cli.compare import compare
 from kvpage.cli.generate import generate
 from kvpage.cli.serve import serve
 from kvpage.cli.simulate import simulate
@@ -21,6 +22,7 @@ app.command()(generate)
 app.command()(serve)
 app.command()(allocators)
 app.command()(simulate)
+app.command()(compare)
 
 
 def main() -> None:

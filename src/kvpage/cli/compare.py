@@ -1,0 +1,267 @@
+"""`kvpage compare`: strategies and block sizes, end to end, on a real model."""
+
+import json
+import os
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import anyio
+import attrs
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.table import Table
+
+from kvpage import comparison as compared
+from kvpage.comparison.figures import FIGURES
+from kvpage.comparison.records import CandidateResult, Comparison
+from kvpage.errors import ConfigError
+from kvpage.simulator import WORKLOADS
+
+DEFAULT_REPORT = Path("kvpage-compare.html")
+DEFAULT_SECONDS = 240.0
+WIDTH_OF_FILES = 200
+INTERRUPTED, FAILED = 130, 2
+"""Exit codes."""
+
+
+def compare(
+    trace: Annotated[
+        Path | None, typer.Argument(help="CSV or JSON lines, as `kvpage simulate` reads.")
+    ] = None,
+    workload: Annotated[
+        str | None, typer.Option(help=f"Draw requests: {', '.join(WORKLOADS)}. [default: chat]")
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="Hub id, folder or .gguf file. [default: SmolLM2-135M-Instruct]"),
+    ] = None,
+    allocator: Annotated[
+        list[str] | None,
+        typer.Option(help="name or name:key=value,... [default: fixed, dynamic, contiguous]"),
+    ] = None,
+    block_size: Annotated[
+        list[int] | None, typer.Option(help="Tokens per block. [default: 8, 16, 32, 64]")
+    ] = None,
+    requests: Annotated[int, typer.Option(help="How many requests of the workload.")] = 24,
+    scale: Annotated[
+        float | None,
+        typer.Option(help="Multiplies lengths. [default: mean is a quarter of max-model-len]"),
+    ] = None,
+    rate: Annotated[
+        float | None, typer.Option(help="Requests per second. [default: all at once]")
+    ] = None,
+    kv_memory: Annotated[
+        str | None,
+        typer.Option(help="Like 64MiB or '4096 tokens'. [default: a quarter of all requests]"),
+    ] = None,
+    max_model_len: Annotated[
+        int | None, typer.Option(help="Longest request, in tokens. [default: 512]")
+    ] = None,
+    max_num_seqs: Annotated[int, typer.Option(help="Sequences that run at once.")] = 64,
+    max_batch_tokens: Annotated[int, typer.Option(help="Tokens per step.")] = 512,
+    prefix_cache: Annotated[bool, typer.Option(help="Share equal prefixes.")] = True,
+    rounds: Annotated[int, typer.Option(help="How often each candidate is measured.")] = 3,
+    seconds: Annotated[
+        float, typer.Option(help="Begin no round that would end later.")
+    ] = DEFAULT_SECONDS,
+    seed: Annotated[int, typer.Option(help="Of drawn requests and of prompts.")] = 0,
+    dtype: Annotated[str | None, typer.Option(help="Of the weights, like bfloat16.")] = None,
+    device: Annotated[str | None, typer.Option(help="Like cpu or cuda:0.")] = None,
+    html_file: Annotated[
+        Path, typer.Option("--html", help="The report, one page with everything in it.")
+    ] = DEFAULT_REPORT,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Every run, for other programs.")
+    ] = None,
+) -> None:
+    """Send the same requests through several strategies and block sizes, and compare them."""
+    if trace is not None and workload is not None:
+        raise ConfigError("give a TRACE or a --workload, not both")
+    settings: dict[str, Any] = {
+        "workload": trace or workload or "chat",
+        "requests": requests,
+        "scale": scale,
+        "rate": rate,
+        "kv_memory": kv_memory,
+        "max_model_len": max_model_len,
+        "max_num_seqs": max_num_seqs,
+        "max_batch_tokens": max_batch_tokens,
+        "prefix_cache": prefix_cache,
+        "rounds": rounds,
+        "seconds": seconds,
+        "seed": seed,
+    }
+    if allocator:
+        settings["allocators"] = allocator
+    if block_size:
+        settings["block_sizes"] = block_size
+    asked = compared.ComparisonSettings(**settings)
+    loading = {"dtype": dtype, "device": device}
+    run = partial(compared.compare, model, **loading, **settings)
+    raise typer.Exit(run_and_show(run, asked, html_file, json_file, shown_command(sys.argv)))
+
+
+Run = Callable[..., Any]
+"""`compare` with everything but its two callbacks."""
+
+
+def run_and_show(
+    run: Run,
+    settings: compared.ComparisonSettings,
+    html_file: Path,
+    json_file: Path | None,
+    command: str,
+) -> int:
+    """Compare with bars on standard error, write the files after each run, print the table.
+
+    Args:
+        run: compares; takes the callbacks `on_progress` and `on_result`.
+        settings: what it will do.
+        html_file: rewritten after each run.
+        json_file: the same, if there is one.
+        command: what the user typed, for the report.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        ConfigError: a file cannot be written.
+    """
+    files = _Files(html_file, json_file, command)
+    try:
+        with _bars(settings) as on_progress:
+            found = anyio.run(partial(run, on_progress=on_progress, on_result=files.write))
+    except KeyboardInterrupt:
+        if files.latest is None:
+            raise
+        found = attrs.evolve(files.latest, state="interrupted")
+    files.write(found)
+    _show(found, html_file)
+    if found.state == "interrupted":
+        return INTERRUPTED
+    return FAILED if any(result.failure for result in found.results) else 0
+
+
+def shown_command(arguments: Sequence[str]) -> str:
+    """What was typed, without the path of the program."""
+    return shlex.join(["kvpage", *arguments[1:]])
+
+
+class _Files:
+    """Writes what is known, each time whole, so that a reader never finds half a file.
+
+    Attributes:
+        latest: what was written last.
+    """
+
+    def __init__(self, html_file: Path, json_file: Path | None, command: str) -> None:
+        self.latest: Comparison | None = None
+        self._html_file = html_file
+        self._json_file = json_file
+        self._command = command
+        for path in (html_file, json_file):
+            if path is not None:
+                _check_writable(path)
+
+    def write(self, found: Comparison) -> None:
+        self.latest = found
+        _replace(self._html_file, compared.html_report(found, command=self._command))
+        if self._json_file is not None:
+            document = compared.json_document(found, command=self._command)
+            _replace(self._json_file, json.dumps(document, indent=1) + "\n")
+
+
+def _check_writable(path: Path) -> None:
+    """Nothing is worse than an error after five minutes."""
+    if path.is_dir():
+        raise ConfigError(f"{path} cannot be written: it is a folder")
+    if not path.parent.is_dir():
+        raise ConfigError(f"{path} cannot be written: there is no folder {path.parent}")
+    if not os.access(path.parent, os.W_OK):
+        raise ConfigError(f"{path} cannot be written: the folder allows no new files")
+
+
+def _replace(path: Path, text: str) -> None:
+    part = path.with_name(f"{path.name}.part")
+    try:
+        part.write_text(text, encoding="utf-8")
+        part.replace(path)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
+
+
+# -- while it runs -----------------------------------------------------------------------------
+
+
+@contextmanager
+def _bars(settings: compared.ComparisonSettings) -> Iterator[Callable[[compared.Progress], None]]:
+    """A bar for each candidate; gives the function that moves them."""
+    columns = (TextColumn("{task.description}"), BarColumn(24), TextColumn("{task.fields[now]}"))
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        tasks: dict[str, TaskID] = {}
+        for candidate in settings.candidates():
+            tasks[candidate.label] = progress.add_task(candidate.label, total=1.0, now="")
+
+        def on_progress(now: compared.Progress) -> None:
+            done = (now.round - 1 + now.finished / now.requests) / now.rounds
+            progress.update(tasks[now.label], completed=done, now=_now(now))
+
+        yield on_progress
+
+
+def _now(now: compared.Progress) -> str:
+    stats = now.statistics
+    speed = now.output_tokens / now.seconds if now.seconds else 0.0
+    return (
+        f"round {now.round}/{now.rounds} · {speed:5.0f} tokens/s · "
+        f"{stats.utilisation:4.0%} utilised · {stats.num_waiting:3} waiting"
+    )
+
+
+# -- at the end --------------------------------------------------------------------------------
+
+
+def _show(found: Comparison, html_file: Path) -> None:
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=WIDTH_OF_FILES)
+    for results in _by_width([r for r in found.results if r.runs], console.width):
+        console.print(_table(results))
+        console.print()
+    for sentence in compared.verdict(found).sentences:
+        console.print(sentence, style="bold", highlight=False)
+    if found.state != "complete":
+        runs = sum(len(result.runs) for result in found.results)
+        whole = len(found.results) * found.settings.rounds
+        console.print(f"{found.state}: {runs} of {whole} runs were measured", highlight=False)
+    console.print(f"report: {html_file}", style="dim", highlight=False, soft_wrap=True)
+    for result in found.results:
+        if result.failure is not None:
+            print(f"kvpage: {result.label} failed: {result.failure}", file=sys.stderr)
+
+
+def _by_width(results: Sequence[CandidateResult], width: int) -> Iterator[list[CandidateResult]]:
+    """As many results at a time as a terminal of this width takes side by side."""
+    names = 2 + max(len(figure.name) for figure in FIGURES)
+    column = 2 + max((len(result.label) for result in results), default=1)
+    at_once = max(1, (width - names) // max(column, 11))
+    for first in range(0, len(results), at_once):
+        yield list(results[first : first + at_once])
+
+
+def _table(results: Sequence[CandidateResult]) -> Table:
+    """A row for each figure, medians; below the throughputs their smallest and largest."""
+    table = Table("", *(result.label for result in results), box=None, pad_edge=False)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for figure in FIGURES:
+        table.add_row(figure.name, *(figure.median(result) for result in results))
+        if figure.name == "tokens/s":
+            table.add_row("", *(figure.spread(result) for result in results), style="dim")
+    return table
