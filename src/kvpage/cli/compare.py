@@ -102,8 +102,7 @@ def compare(
     if block_size:
         settings["block_sizes"] = block_size
     asked = compared.ComparisonSettings(**settings)
-    loading = {"dtype": dtype, "device": device}
-    run = partial(compared.compare, model, **loading, **settings)
+    run = partial(compared.compare, model, dtype=dtype, device=device, **settings)
     raise typer.Exit(run_and_show(run, asked, html_file, json_file, shown_command(sys.argv)))
 
 
