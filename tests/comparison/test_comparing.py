@@ -35,7 +35,7 @@ async def compared(
     **settings: Any,
 ) -> Comparison:
     """Compare over fake runners; `late_by` seconds have passed before it begins."""
-    defaults = {
+    defaults: dict[str, Any] = {
         "allocators": ["fixed", "contiguous"],
         "block_sizes": [4, 8],
         "workload": REQUESTS,

@@ -9,6 +9,7 @@ from kvpage.cli.compare import compare
 from kvpage.cli.generate import generate
 from kvpage.cli.serve import serve
 from kvpage.cli.simulate import simulate
+from kvpage.cli.watch import watch
 from kvpage.errors import KvpageError
 
 app = typer.Typer(
@@ -23,6 +24,7 @@ app.command()(serve)
 app.command()(allocators)
 app.command()(simulate)
 app.command()(compare)
+app.command()(watch)
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ from typing import Literal
 
 import attrs
 
-WIDTH, HEIGHT = 440, 230
+WIDTH, HEIGHT = 400, 215
 LEFT, RIGHT, TOP, BOTTOM = 46, 14, 12, 38
 TICKS = 5
 

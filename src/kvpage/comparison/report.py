@@ -292,12 +292,13 @@ def _cells(result: CandidateResult, tops: Sequence[float | None]) -> str:
 
 
 def _top(comparison: Comparison, figure: TableFigure) -> float | None:
-    """The best median of a column; None where none is better than another."""
+    """The best median of a column; None where several share it."""
     medians = [result.median(figure.read) for result in comparison.measured]
     values = [value for value in medians if value is not None]
-    if figure.better is None or len(set(values)) < 2:
+    if figure.better is None or not values:
         return None
-    return max(values) if figure.better == "more" else min(values)
+    top = max(values) if figure.better == "more" else min(values)
+    return top if values.count(top) == 1 and len(values) > 1 else None
 
 
 # -- conditions --------------------------------------------------------------------------------

@@ -41,6 +41,7 @@ from kvpage.integrations.openai.requests import (
     ResponseRequest,
 )
 from kvpage.metrics import register
+from kvpage.snapshot import EngineSnapshot
 from kvpage.stats import EngineHealth
 
 logger = logging.getLogger("kvpage.http")
@@ -79,7 +80,7 @@ def openai_app(
     """OpenAI's API over engines that are open.
 
     `/v1/models`, `/v1/completions`, `/v1/chat/completions`, `/v1/responses`, and beside them
-    `/health`, `/metrics` and `/openapi.json`.
+    `/health`, `/metrics`, `/stats` for `kvpage watch`, and `/openapi.json`.
 
     Args:
         engines: an engine, served under its model's name, or several by the names that requests
@@ -142,12 +143,20 @@ def _about_routes(engines: Mapping[str, AsyncEngine]) -> list[BaseRoute]:
     async def metrics(_request: Request) -> Response:
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
+    async def stats(_request: Request) -> Response:
+        try:
+            found = [await EngineSnapshot.of(engine, name) for name, engine in engines.items()]
+        except KvpageError as error:  # an engine is closed or broken
+            return api_error(error).response()
+        return json_response({"engines": [snapshot.document() for snapshot in found]})
+
     async def document(_request: Request) -> Response:
         return json_response(openapi_document([*engines]))
 
     return [
         Route("/health", partial(_health, engines)),
         Route("/metrics", metrics),
+        Route("/stats", stats),
         Route("/openapi.json", document),
     ]
 

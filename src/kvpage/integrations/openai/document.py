@@ -107,6 +107,7 @@ def _about_paths(models: Sequence[str]) -> dict[str, Any]:
         "/v1/models": {"get": _get("The models", listed, errors)},
         "/v1/models/{name}": {"get": {**_get("One model", one, errors), "parameters": [name]}},
         "/health": {"get": _get("Is it well?", {"type": "object"}, {"503": broken})},
+        "/stats": {"get": _get("Counters, blocks", {"type": "object"}, {"503": broken})},
     }
 
 
