@@ -40,6 +40,7 @@ from kvpage.errors import (
     StepFailed,
     UnsupportedModelError,
 )
+from kvpage.estimate import Estimate
 from kvpage.grammar import StructuredOutputs
 from kvpage.hookspecs import hookimpl
 from kvpage.plugins import InstalledAllocator, installed_allocators
@@ -73,6 +74,7 @@ __all__ = [
     "EngineConfig",
     "EngineHealth",
     "EngineStatistics",
+    "Estimate",
     "Extent",
     "Grant",
     "InstalledAllocator",

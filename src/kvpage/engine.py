@@ -29,6 +29,7 @@ from kvpage.engine_thread import (
     WhenIdle,
 )
 from kvpage.errors import EngineClosed
+from kvpage.estimate import Estimate, estimate
 from kvpage.imports import import_model_libraries
 from kvpage.latencies import BlockLifetimes, Latencies
 from kvpage.plan import Poisonable, Runner
@@ -227,6 +228,25 @@ class AsyncEngine:
         async with stream:
             tokens = [token async for token in stream]
         return Completion.of(tokens)
+
+    async def estimate(self, prompt: Prompt, params: SamplingParams | None = None) -> Estimate:
+        """What `generate` would need for the same arguments. It encodes the prompt, no more.
+
+        Raises:
+            RequestError: the prompt cannot be encoded. (One that is too long is no error here.)
+            EngineClosed: the engine was closed.
+            EngineBroken: the engine ended by an exception.
+        """
+        self._thread.check_alive()
+        encode = partial(self.model.encode, prompt)
+        tokens = await anyio.to_thread.run_sync(encode, abandon_on_cancel=True)
+        return estimate(
+            len(tokens),
+            params or self.model.default_params,
+            self.geometry,
+            max_num_seqs=self.config.max_num_seqs,
+            statistics=self.stats(),
+        )
 
     def stats(self) -> EngineStatistics:
         """The snapshot taken after the last step. Never waits."""

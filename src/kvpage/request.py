@@ -245,8 +245,7 @@ def prepare(
     stop_token_ids = params.stop_token_ids
     if not params.ignore_eos:
         stop_token_ids = (*model.eos_token_ids, *stop_token_ids)
-    max_total_tokens = _max_total_tokens(len(tokens), params.max_tokens, geometry)
-    _check_room(len(tokens), params.min_tokens, max_total_tokens)
+    max_total_tokens = token_limit(len(tokens), params, geometry)
     seed = secrets.randbits(64) if params.seed is None else params.seed
     wanted = params.structured_outputs
     matcher = None if wanted is None else model.grammars.compile(wanted)
@@ -278,6 +277,17 @@ def prepare(
         OpenChoice(index, sequence, _stops(params, model))
         for index, sequence in enumerate([first, *others])
     )
+
+
+def token_limit(prompt_tokens: int, params: SamplingParams, geometry: PoolGeometry) -> int:
+    """Where a request ends at the latest: tokens of its prompt and one output together.
+
+    Raises:
+        RequestTooLong: the prompt, or what was asked for beside it, has no room.
+    """
+    limit = _max_total_tokens(prompt_tokens, params.max_tokens, geometry)
+    _check_room(prompt_tokens, params.min_tokens, limit)
+    return limit
 
 
 def _max_total_tokens(prompt_tokens: int, max_tokens: int | None, geometry: PoolGeometry) -> int:
