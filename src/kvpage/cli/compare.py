@@ -24,7 +24,7 @@ from kvpage.errors import ConfigError
 from kvpage.simulator import WORKLOADS
 
 DEFAULT_REPORT = Path("kvpage-compare.html")
-DEFAULT_SECONDS = 240.0
+DEFAULT_SECONDS = 270.0
 WIDTH_OF_FILES = 200
 INTERRUPTED, FAILED = 130, 2
 """Exit codes."""
@@ -48,7 +48,7 @@ def compare(
     block_size: Annotated[
         list[int] | None, typer.Option(help="Tokens per block. [default: 8, 16, 32, 64]")
     ] = None,
-    requests: Annotated[int, typer.Option(help="How many requests of the workload.")] = 24,
+    requests: Annotated[int, typer.Option(help="How many requests of the workload.")] = 20,
     scale: Annotated[
         float | None,
         typer.Option(help="Multiplies lengths. [default: mean is a quarter of max-model-len]"),

@@ -42,6 +42,7 @@ def json_document(comparison: Comparison, *, command: str = "") -> dict[str, Any
         "kv_bytes": comparison.slots * comparison.token_bytes,
         "verdict": {
             "best": judged.best,
+            "noise": judged.noise,
             "not_told_apart": list(judged.equals),
             "sentences": list(judged.sentences),
         },

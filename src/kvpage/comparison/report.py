@@ -315,7 +315,7 @@ def _conditions(comparison: Comparison, command: str) -> Iterator[str]:
     yield (
         '<p class="note">Candidates took turns, each round beginning with another one, every run '
         "with an engine of its own over the same weights. Two candidates are told apart if their "
-        "medians differ by more than the larger of their spreads (largest run less smallest). "
+        "medians differ by more than the noise. "
         "Utilisation, waste and running requests are means over the time in which requests waited "
         "for room.</p>"
     )
@@ -344,6 +344,11 @@ def _facts(comparison: Comparison) -> list[tuple[str, str]]:
             f"prefix cache {'on' if settings.prefix_cache else 'off'}",
         ),
         ("rounds", f"at most {settings.rounds}; {seconds(comparison.elapsed_s)} in all"),
+        (
+            "noise",
+            f"{verdict(comparison).noise:.1%}: the largest spread of any candidate, its fastest "
+            "run less its slowest, as a share of its median",
+        ),
     ]
 
 

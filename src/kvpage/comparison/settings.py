@@ -121,7 +121,7 @@ class ComparisonSettings:
         default=(8, 16, 32, 64), converter=_several, validator=_sizes
     )
     workload: str | Path | Sequence[TraceRequest] = "chat"
-    requests: int = attrs.field(default=24, validator=_whole(1))
+    requests: int = attrs.field(default=20, validator=_whole(1))
     scale: float | None = attrs.field(default=None, validator=_positive)
     rate: float | None = attrs.field(default=None, validator=_positive)
     max_model_len: int | None = attrs.field(default=None, validator=_whole(2))
