@@ -288,6 +288,7 @@ class Scheduler:
         self._failures.append((sequence, error))
 
     def _leave_batch(self, sequence: Sequence, state: SequenceState) -> None:
+        self.swap.forget(self._blocks.blocks_of(sequence.id))
         self._blocks.release(sequence.id)
         self._batch.remove(sequence, state)
         self._running.remove(sequence)

@@ -62,7 +62,7 @@ class SwapSpace:
         self._free = [HostBlockId(block) for block in range(num_blocks)]
         self._kept: dict[SequenceId, Swapped] = {}
         self._outs: dict[HostBlockId, BlockId] = {}
-        self._ins: list[tuple[HostBlockId, BlockId]] = []
+        self._ins: dict[BlockId, HostBlockId] = {}
         self._read: list[HostBlockId] = []  # by `_ins`: free once that copy is certain
 
     @property
@@ -107,8 +107,14 @@ class SwapSpace:
         """
         kept = self._kept.pop(seq)
         needed = kept.blocks[first_block - kept.first_block :]
-        self._ins.extend(zip(needed, blocks, strict=False))
+        self._ins.update(zip(blocks, needed, strict=False))
         self._read.extend(kept.blocks)
+
+    def forget(self, blocks: Iterable[BlockId]) -> None:
+        """Copy nothing back into these: who was to read them ended before the next step."""
+        if self._ins:
+            for block in blocks:
+                self._ins.pop(block, None)
 
     def drop(self, seq: SequenceId) -> None:
         """Forget what is kept of `seq`, if anything is."""
@@ -126,14 +132,14 @@ class SwapSpace:
 
     def take(self) -> tuple[BlockPairs, BlockPairs]:
         """The copies of the next step: to the host, and back. Asking empties both lists."""
-        if not self._outs and not self._ins:
+        if not self._outs and not self._read:
             return NO_PAIRS, NO_PAIRS
         outs = [(block, host) for host, block in self._outs.items()]
-        ins = self._ins
+        ins = [(host, block) for block, host in self._ins.items()]
         self.swapped_out_blocks += len(outs)
         self.swapped_in_blocks += len(ins)
         self._release(self._read)
-        self._outs, self._ins, self._read = {}, [], []
+        self._outs, self._ins, self._read = {}, {}, []
         return _pairs(outs), _pairs(ins)
 
     def _release(self, blocks: Iterable[HostBlockId]) -> None:

@@ -84,6 +84,17 @@ def test_a_host_block_is_not_written_before_it_was_read() -> None:
     assert swap.put(SECOND, BLOCKS[:1], first_block=0, num_tokens=2)
 
 
+def test_who_ends_before_the_step_is_not_copied_back() -> None:
+    """Its blocks may be somebody else's by then; its host blocks are free all the same."""
+    swap = SwapSpace(3)
+    swap.put(FIRST, BLOCKS, first_block=0, num_tokens=11)
+    swap.take()
+    swap.restore(FIRST, 0, BLOCKS)
+    swap.forget(BLOCKS)
+    assert [pairs.tolist() for pairs in swap.take()] == [[], []]
+    assert swap.used_blocks == 0
+
+
 def test_a_copy_that_was_not_made_loses_its_sequence_only() -> None:
     """The other one is still there."""
     swap = SwapSpace(8)

@@ -73,6 +73,12 @@ STRATEGIES: tuple[Callable[[PoolGeometry], Allocator], ...] = (
     partial(ContiguousAllocator, reserve="request"),
 )
 
+PREEMPTIONS: tuple[dict[str, Any], ...] = (
+    {"preempt": "recompute"},
+    {"preempt": "swap"},
+    {"preempt": "swap", "swap_memory": "6 blocks"},
+)
+
 
 class Injected(Exception):  # noqa: N818  (reads as what it is)
     """What a round makes go wrong."""
@@ -446,6 +452,7 @@ class Round:
             max_waiting=rng.choice((1, 3, 100)),
             when_busy=rng.choice(("wait", "wait", "raise")),
             prefix_cache=rng.choice((True, False)),
+            **rng.choice(PREEMPTIONS),
         )
 
     def play(self) -> None:
