@@ -35,7 +35,7 @@ async def test_five_engines_one_after_another_give_their_memory_back() -> None:
             await engine.complete([1, 2, 3], SamplingParams(max_tokens=4))
             in_use = bytes_of_live_tensors()
             closed.append(engine)
-    assert in_use >= before + (7 << 20)
+    assert before + (7 << 20) <= in_use <= before + (9 << 20)
     assert bytes_of_live_tensors() <= before + (1 << 20)
 
 
