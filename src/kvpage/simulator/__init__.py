@@ -6,7 +6,7 @@ No model runs: a replay decides every step as an engine would, and pretends that
 from kvpage.simulator.plot import check_plot, plot
 from kvpage.simulator.replay import Replay
 from kvpage.simulator.report import Report, write_csv, write_json
-from kvpage.simulator.settings import ReplaySettings, StepTime
+from kvpage.simulator.settings import ReplaySettings, StepClock, StepTime
 from kvpage.simulator.traces import MOONCAKE_BLOCK, TraceFile
 from kvpage.simulator.workloads import WORKLOADS, DrawnTrace
 from kvpage.traffic import TraceRequest
@@ -18,6 +18,7 @@ __all__ = [
     "Replay",
     "ReplaySettings",
     "Report",
+    "StepClock",
     "StepTime",
     "TraceFile",
     "TraceRequest",

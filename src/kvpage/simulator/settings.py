@@ -1,5 +1,7 @@
 """What a replay is asked: the pool, the batch, and how time passes."""
 
+from typing import Protocol
+
 import attrs
 
 from kvpage.blocks import PoolGeometry
@@ -15,6 +17,14 @@ def _at_least_one(_instance: object, attribute: "attrs.Attribute[int]", value: i
 def _share(_instance: object, attribute: "attrs.Attribute[float]", value: float) -> None:
     if not 0 <= value <= 1:
         raise ConfigError(f"{attribute.name} must be between 0 and 1, got {value}")
+
+
+class StepClock(Protocol):
+    """Says how long a step takes."""
+
+    def of(self, plan: StepPlan) -> float:
+        """Seconds that `plan` takes."""
+        ...
 
 
 @attrs.frozen
@@ -89,7 +99,7 @@ class ReplaySettings:
     max_num_seqs: int = attrs.field(default=4096, validator=_at_least_one)
     max_batch_tokens: int | None = attrs.field(default=None, validator=_at_least_one)
     prefix_cache: bool = False
-    step_time: StepTime | None = None
+    step_time: StepClock | None = None
     cancel_rate: float = attrs.field(default=0.0, validator=_share)
     seed: int = 0
 
