@@ -48,6 +48,7 @@ from kvpage.sampling import Logprobs, SamplingParams
 from kvpage.stats import BlockMap, EngineHealth, EngineStatistics, SequenceBlocks, SwapStatistics
 from kvpage.stream import Choice, Completion, Timings, Token, TokenStream, Usage
 from kvpage.traffic import TraceRequest, Traffic
+from kvpage.tuning import Recommendation, SearchSpace, TuningSettings, tune
 
 __version__ = "0.1.0"
 
@@ -87,10 +88,12 @@ __all__ = [
     "PluginError",
     "PoolGeometry",
     "PoolStatistics",
+    "Recommendation",
     "RequestError",
     "RequestFailed",
     "RequestTooLong",
     "SamplingParams",
+    "SearchSpace",
     "SequenceBlocks",
     "SequenceId",
     "StepFailed",
@@ -102,9 +105,11 @@ __all__ = [
     "TraceRequest",
     "Traffic",
     "Trimmable",
+    "TuningSettings",
     "UnsupportedModelError",
     "Usage",
     "compare",
     "hookimpl",
     "installed_allocators",
+    "tune",
 ]

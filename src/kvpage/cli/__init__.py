@@ -9,6 +9,7 @@ from kvpage.cli.compare import compare
 from kvpage.cli.generate import generate
 from kvpage.cli.serve import serve
 from kvpage.cli.simulate import simulate
+from kvpage.cli.tune import tune
 from kvpage.cli.watch import watch
 from kvpage.errors import KvpageError
 
@@ -25,6 +26,7 @@ app.command()(allocators)
 app.command()(simulate)
 app.command()(compare)
 app.command()(watch)
+app.command()(tune)
 
 
 def main() -> None:
