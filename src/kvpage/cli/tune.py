@@ -14,11 +14,11 @@ from rich.table import Table
 
 from kvpage.errors import ConfigError
 from kvpage.simulator import WORKLOADS
-from kvpage.tuning import Measured, Recommendation, SearchSpace, TuningSettings
+from kvpage.tuning import Measured, Recommendation, SearchSpace, Simulated, TuningSettings
 from kvpage.tuning import tune as tune_engine
 from kvpage.tuning.candidates import memory_text
 
-WIDTH_OF_FILES = 120
+WIDTH_OF_FILES = 160
 INTERRUPTED = 130
 
 _AXIS_NAMES = {
@@ -210,10 +210,14 @@ def _losses(found: Recommendation) -> Table:
     """A row for each setting, a cell for each of its values."""
     table = Table(box=None, pad_edge=False, show_header=False)
     for name, alternatives in found.losses():
-        cells = []
-        for other, loss in alternatives:
-            value = getattr(other.candidate, name)
-            text = memory_text(value) if name == "kv_bytes" else str(value)
-            cells.append(f"{text}: {'cannot' if other.problem else f'{-loss:+.1%}'}")
+        cells = [_loss(name, other, loss, found.best) for other, loss in alternatives]
         table.add_row(_AXIS_NAMES[name], *cells)
     return table
+
+
+def _loss(name: str, other: Simulated, loss: float, best: Simulated) -> str:
+    value = getattr(other.candidate, name)
+    text = memory_text(value) if name == "kv_bytes" else str(value)
+    if other.candidate == best.candidate:
+        return f"[bold]{text}[/bold]"
+    return f"{text}: {'cannot' if other.problem else f'{-loss:+.1%}'}"

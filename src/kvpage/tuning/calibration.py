@@ -20,6 +20,9 @@ REPEATS = 3
 ENOUGH_S = 0.3
 """A step that has run this long in all is not run again."""
 
+PAIRS = 7
+"""Two steps whose difference matters take turns, so often."""
+
 SHORT_CONTEXT = 16
 DECODE_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 CHUNKS = (16, 64, 256, 1024)
@@ -96,6 +99,15 @@ class _Bench:
             times.append(self._timed(plan))
         return min(times)
 
+    def gain(self, low: Shape, high: Shape) -> float:
+        """Seconds that `high` takes longer: of each the fastest, in turn."""
+        plans = [shape.plan(self.geometry.block_size) for shape in (low, high)]
+        for plan in plans:
+            self.runner.execute(plan)
+        times = [[self._timed(plan) for plan in plans] for _ in range(PAIRS)]
+        fastest_low, fastest_high = map(min, zip(*times, strict=True))
+        return max(0.0, fastest_high - fastest_low)
+
     def _timed(self, plan: StepPlan) -> float:
         started = self.clock()
         self.runner.execute(plan)
@@ -108,7 +120,7 @@ def calibrate(
     block_sizes: Sequence[int],
     bytes_per_token: int,
     max_model_len: int,
-    num_tokens: int = 4096,
+    num_tokens: int,
     clock: Callable[[], float] = perf_counter,
     progress: Callable[[str], None] = lambda _: None,
 ) -> MachineCost:
@@ -147,8 +159,7 @@ def _per_kv_token_s(bench: _Bench) -> float:
     short, long = (Shape(PROBE_ROWS, 1, keys) for keys in (SHORT_CONTEXT, longest))
     if not bench.fits(long) or long.keys <= short.keys:
         return 0.0
-    gained = bench.seconds(long) - bench.seconds(short)
-    return max(0.0, gained / (PROBE_ROWS * (long.keys - short.keys)))
+    return bench.gain(short, long) / (long.pairs - short.pairs)
 
 
 def _base(bench: _Bench, per_kv: dict[int, float], bytes_per_token: int) -> MachineCost:
@@ -182,8 +193,7 @@ def _per_pair_s(bench: _Bench) -> float:
     chunk = min(64, bench.geometry.max_model_len // 2)
     far = bench.geometry.max_model_len
     start, end = Shape(1, chunk, chunk), Shape(1, chunk, far)
-    gained = bench.seconds(end) - bench.seconds(start)
-    return max(0.0, gained / (end.pairs - start.pairs))
+    return bench.gain(start, end) / (end.pairs - start.pairs)
 
 
 def _per_copied_token_s(bench: _Bench) -> float:

@@ -20,6 +20,10 @@ Measure = Callable[[Candidate, Workload], Awaitable[float]]
 """Sends the requests through an engine with these settings; gives output tokens a second."""
 
 
+POOL_TOKENS = 8192
+"""Slots of the pools that steps are measured in, where there is memory for them."""
+
+
 @attrs.frozen(eq=False)
 class EndToEnd:
     """A `Measure` over one loaded model; all requests are sent at once."""
@@ -45,7 +49,11 @@ class EndToEnd:
 
 
 def measured_cost(
-    source: SharedModel, block_sizes: Sequence[int], progress: Callable[[str], None]
+    source: SharedModel,
+    block_sizes: Sequence[int],
+    progress: Callable[[str], None],
+    *,
+    kv_bytes: int,
 ) -> MachineCost:
     """Measure what steps of the model cost on this machine; see `calibrate`. Blocks."""
     model = source.loaded.model
@@ -54,6 +62,7 @@ def measured_cost(
         block_sizes=block_sizes,
         bytes_per_token=model.bytes_per_token,
         max_model_len=model.max_len,
+        num_tokens=min(POOL_TOKENS, kv_bytes // model.bytes_per_token),
         progress=progress,
     )
 

@@ -51,6 +51,7 @@ class Recommendation:
 
     Attributes:
         model: its name.
+        argument: how `AsyncEngine.from_pretrained` knows it; None is its default.
         workload: its name.
         requests: requests that were simulated.
         left_out: requests longer than `max_model_len`.
@@ -69,6 +70,7 @@ class Recommendation:
     """
 
     model: str
+    argument: str | None
     workload: str
     requests: int
     left_out: int
@@ -92,8 +94,10 @@ class Recommendation:
     @property
     def call(self) -> str:
         """The same as Python, to paste."""
-        arguments = "".join(f"    {name}={value!r},\n" for name, value in self.settings.items())
-        return f"kvpage.AsyncEngine.from_pretrained(\n    {self.model!r},\n{arguments})"
+        model = [] if self.argument is None else [repr(self.argument)]
+        arguments = [*model, *(f"{name}={value!r}" for name, value in self.settings.items())]
+        lines = "".join(f"    {argument},\n" for argument in arguments)
+        return f"kvpage.AsyncEngine.from_pretrained(\n{lines})"
 
     @property
     def model_error(self) -> float | None:
@@ -113,8 +117,8 @@ class Recommendation:
     def reasons(self) -> list[str]:
         """The case for it, a sentence each."""
         return [
-            f"Of {self.num_candidates} candidates the closed form left few: {len(self.simulated)} "
-            f"were simulated, {sum(m.usable for m in self.measured)} measured end to end.",
+            f"{self.num_candidates} candidates were estimated in closed form, "
+            f"{len(self.simulated)} simulated, {sum(m.usable for m in self.measured)} measured.",
             *self._measured_reasons(),
             *self._demand_reason(),
         ]

@@ -83,18 +83,26 @@ async def tune(
     on_progress("loading the model")
     load = partial(open_source, model, dtype=dtype, device=device, cache_dir=cache_dir)
     source = await anyio.to_thread.run_sync(load, abandon_on_cancel=True)
-    say = _from_thread(on_progress)
     largest = partial(
         default_kv_bytes,
         source,
         max_batch_tokens=max(chosen.space.max_batch_tokens),
         max_num_seqs=max(chosen.space.max_num_seqs),
     )
-    kv_bytes = await anyio.to_thread.run_sync(largest)
-    cost = await anyio.to_thread.run_sync(
-        partial(measured_cost, source, chosen.space.block_sizes, say), abandon_on_cancel=True
+    about = About(
+        source.name,
+        model if model is None or isinstance(model, str) else source.name,
+        source.max_len,
+        await anyio.to_thread.run_sync(largest),
     )
-    about = About(source.name, source.max_len, kv_bytes)
+    find_cost = partial(
+        measured_cost,
+        source,
+        chosen.space.block_sizes,
+        _from_thread(on_progress),
+        kv_bytes=about.kv_bytes,
+    )
+    cost = await anyio.to_thread.run_sync(find_cost, abandon_on_cancel=True)
     tuning = Tuning(about, chosen, workload, cost)
     measure = EndToEnd(source, tuning.demand.max_model_len, chosen.seed)
     return await tuning.run(measure, on_progress, on_result)
@@ -106,11 +114,13 @@ class About:
 
     Attributes:
         name: its name.
+        argument: how `AsyncEngine.from_pretrained` knows it; None is its default.
         max_len: longest sequence that it allows, in tokens.
         kv_bytes: memory for K and V if the settings say nothing.
     """
 
     name: str
+    argument: str | None
     max_len: int
     kv_bytes: int
 
@@ -176,6 +186,7 @@ class Tuning:
         finalists = self._finalists(search, best)
         return Recommendation(
             model=self._about.name,
+            argument=self._about.argument,
             workload=self._workload.name,
             requests=len(self.demand.requests),
             left_out=self._workload.left_out,
