@@ -105,8 +105,7 @@ class _Bench:
         for plan in plans:
             self.runner.execute(plan)
         times = [[self._timed(plan) for plan in plans] for _ in range(PAIRS)]
-        fastest_low, fastest_high = map(min, zip(*times, strict=True))
-        return max(0.0, fastest_high - fastest_low)
+        return max(0.0, min(high for _, high in times) - min(low for low, _ in times))
 
     def _timed(self, plan: StepPlan) -> float:
         started = self.clock()

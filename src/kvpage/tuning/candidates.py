@@ -1,6 +1,6 @@
 """What can be tuned: settings of an engine, and the values to try for each."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import product
 from typing import Any
 
@@ -56,6 +56,10 @@ def memory_text(num_bytes: int) -> str:
     return f"{num_bytes // _MIB}MiB" if num_bytes % _MIB == 0 else f"{num_bytes}B"
 
 
+def _several(values: Iterable[Any]) -> tuple[Any, ...]:
+    return tuple(values)
+
+
 def _values(_instance: object, attribute: "attrs.Attribute[Any]", value: tuple[Any, ...]) -> None:
     if not value or len(set(value)) < len(value):
         raise ConfigError(f"{attribute.name} needs different values to try, got {list(value)}")
@@ -83,19 +87,19 @@ class SearchSpace:
     """
 
     allocators: tuple[str, ...] = attrs.field(
-        default=("fixed", "dynamic", "contiguous"), converter=tuple, validator=_values
+        default=("fixed", "dynamic", "contiguous"), converter=_several, validator=_values
     )
     block_sizes: tuple[int, ...] = attrs.field(
-        default=(8, 16, 32, 64), converter=tuple, validator=_sizes
+        default=(8, 16, 32, 64), converter=_several, validator=_sizes
     )
     memory_shares: tuple[float, ...] = attrs.field(
-        default=(0.125, 0.25, 0.5, 1.0), converter=tuple, validator=_values
+        default=(0.125, 0.25, 0.5, 1.0), converter=_several, validator=_values
     )
     max_num_seqs: tuple[int, ...] = attrs.field(
-        default=(8, 16, 32, 64, 128, 256), converter=tuple, validator=_sizes
+        default=(8, 16, 32, 64, 128, 256), converter=_several, validator=_sizes
     )
     max_batch_tokens: tuple[int, ...] = attrs.field(
-        default=(128, 256, 512, 1024, 2048), converter=tuple, validator=_sizes
+        default=(128, 256, 512, 1024, 2048), converter=_several, validator=_sizes
     )
 
     def __attrs_post_init__(self) -> None:

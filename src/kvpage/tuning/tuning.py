@@ -1,5 +1,6 @@
 """The tuning itself: read, calibrate, search, measure, decide."""
 
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from time import perf_counter
@@ -13,6 +14,7 @@ from kvpage.comparison.engines import open_source
 from kvpage.comparison.workload import Workload, read_workload
 from kvpage.config import DEFAULT_BLOCK_SIZE, EngineConfig
 from kvpage.errors import KvpageError
+from kvpage.plugins import check_allocator_spec
 from kvpage.traffic import TraceRequest
 from kvpage.tuning.candidates import Candidate
 from kvpage.tuning.cost import MachineCost
@@ -77,6 +79,8 @@ async def tune(
         UnsupportedModelError: the model's attention cannot be paged.
     """
     chosen = TuningSettings(**settings)
+    for allocator in chosen.space.allocators:
+        check_allocator_spec(allocator)
     on_progress("reading the workload")
     read = partial(read_workload, chosen.source, chosen.requests, chosen.seed)
     workload = await anyio.to_thread.run_sync(read)
@@ -91,7 +95,7 @@ async def tune(
     )
     about = About(
         source.name,
-        model if model is None or isinstance(model, str) else source.name,
+        os.fspath(model) if isinstance(model, str | os.PathLike) else None,
         source.max_len,
         await anyio.to_thread.run_sync(largest),
     )
