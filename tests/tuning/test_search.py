@@ -13,8 +13,8 @@ MIB = 2**20
 BUDGET = 4 * MIB
 
 
-def demand(count: int = 40, **lengths: float) -> Demand:
-    return Demand(workload(count, **lengths).requests, 512)
+def demand(count: int = 40, *, prompt: float = 4.0) -> Demand:
+    return Demand(workload(count, prompt=prompt).requests, 512)
 
 
 @pytest.mark.parametrize("prompt", [pytest.param(3.0, marks=pytest.mark.slow), 4.5])
