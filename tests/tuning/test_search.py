@@ -20,7 +20,7 @@ def demand(count: int = 40, *, prompt: float = 4.0) -> Demand:
 @pytest.mark.parametrize("prompt", [pytest.param(3.0, marks=pytest.mark.slow), 4.5])
 def test_finds_what_the_full_sweep_finds(prompt: float) -> None:
     """Within 3 % of the best of all candidates, having simulated a part of them."""
-    asked = demand(prompt=prompt)
+    asked = demand(30, prompt=prompt)
     search = Search(SPACE, asked, COST, budget_bytes=BUDGET)
     found = search.best()
     swept = [simulate(c, asked, COST) for c in SPACE.candidates(BUDGET)]

@@ -17,7 +17,7 @@ from tests.tuning.scenes import COST, SPACE, workload
 
 ABOUT = About("fake", None, max_len=512, kv_bytes=4 * 2**20)
 SETTINGS = TuningSettings(space=SPACE, seconds=1e6)
-REQUESTS = workload(80)
+REQUESTS = workload(160, prompt=3.0)
 
 
 class Bench:
@@ -151,7 +151,7 @@ async def test_everything_is_json() -> None:
 async def test_says_how_much_is_asked_for() -> None:
     """Output tokens of the trace by its duration."""
     found = await tuning(attrs.evolve(SETTINGS, seconds=0.0)).run(Bench({}))
-    assert found.demand_tokens_s == REQUESTS.output_tokens / 79
+    assert found.demand_tokens_s == REQUESTS.output_tokens / 159
 
 
 def test_long_traces_are_thinned_evenly() -> None:
