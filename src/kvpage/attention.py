@@ -144,9 +144,16 @@ def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
 ) -> torch.Tensor:
     """The next call of this forward pass, from and to transformers' layout of tensors."""
-    forward = _PASS.get()
     q, k, v = (heads[0].transpose(0, 1) for heads in (query, key, value))
-    return forward.step.attend(next(forward.calls), q, k, v, options).unsqueeze(0)
+    return attend_packed(q, k, v, options).unsqueeze(0)
+
+
+def attend_packed(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions
+) -> torch.Tensor:
+    """The next call of this forward pass; shapes as in `AttentionStep.attend`."""
+    forward = _PASS.get()
+    return forward.step.attend(next(forward.calls), q, k, v, options)
 
 
 def register_attention() -> None:

@@ -90,6 +90,7 @@ class PagedModel:
     """A causal language model of transformers that attends through `AttentionStep`.
 
     Attributes:
+        module: the model that transformers built.
         config: the model's own configuration.
         layers: the KV shape of each layer.
         max_len: longest sequence that the model's positions allow, in tokens.
@@ -107,7 +108,7 @@ class PagedModel:
             UnsupportedModelError: its attention cannot be paged.
         """
         text = text_config(module.config)
-        self._module = module.eval()
+        self.module = module.eval()
         self._keeps_logits = "logits_to_keep" in inspect.signature(module.forward).parameters
         self.config = module.config
         self.max_len = max_len(text)
@@ -149,10 +150,10 @@ class PagedModel:
             inputs["position_ids"] = positions[None]
         with attending(step):
             if self._keeps_logits:
-                output = self._module(**inputs, use_cache=False, logits_to_keep=keep)
+                output = self.module(**inputs, use_cache=False, logits_to_keep=keep)
                 logits: torch.Tensor = output.logits[0]
                 return logits
-            logits = self._module(**inputs, use_cache=False).logits[0]
+            logits = self.module(**inputs, use_cache=False).logits[0]
             return logits[keep]
 
 

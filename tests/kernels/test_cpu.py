@@ -16,7 +16,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from kvpage.kernels import cpu, cpu_kernel, reference
+from kvpage.kernels import cpu, cpu_kernel, cpu_threads, reference
 from kvpage.kernels.work import AttentionBatch
 
 Placing = Literal["permuted", "counting", "extents"]
@@ -300,7 +300,7 @@ def test_the_number_of_threads_does_not_matter() -> None:
 def test_without_openmp(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where torch has no GNU OpenMP, threads of our own do the same."""
     expected = make_step(MIXED).attend()
-    monkeypatch.setattr(cpu, "_openmp", lambda: None)
+    monkeypatch.setattr(cpu_threads, "_openmp", lambda: None)
     assert torch.equal(expected, make_step(MIXED).attend())
 
 

@@ -1,0 +1,417 @@
+"""Fewer, larger operators in place of a model's own, on a CPU.
+
+At the few rows of a decode step, a CPU spends as long on calling operators as on what they do; and
+three products with narrow matrices are slower than one with a wide one. So three kinds of modules
+are replaced, each by one that computes the same in fewer passes over memory:
+
+* an RMS norm: one pass;
+* a gated MLP, `down(activation(gate(x)) * up(x))`: gate and up in one product, then one pass;
+* attention: Q, K and V in one product, rotated where they lie, and stored and attended to from
+  there.
+
+What a module is, its name and class do not tell, and its parts only suggest. So the model is run
+once over a few tokens, and what went into and came out of each module is kept; a replacement is
+made only if it gives the same output for the same input. Whatever is not recognised stays as it is.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+import attrs
+import torch
+
+from kvpage.attention import AttentionOptions, attend_packed, attending
+from kvpage.kernels import cpu_rows
+from kvpage.model import PagedModel
+from kvpage.packed_linear import is_plain, pack_linears
+from kvpage.probe import Call, Witness, differ
+
+RELATIVE_ERROR = 2e-5
+"""How far replacements may be off, in units of the largest output: sums in another order."""
+
+WATCHED_TOKENS = 8
+
+Norms: TypeAlias = tuple[torch.nn.Module, torch.nn.Module]
+"""Of Q and of K."""
+
+_EPSILON_NAMES = ("variance_epsilon", "eps", "epsilon")
+
+
+class RMSNorm(torch.nn.Module):
+    """What transformers' RMS norms do, in one pass.
+
+    Args:
+        weight: `[D]`.
+        eps: added to the mean of the squares.
+    """
+
+    weight: torch.Tensor
+
+    def __init__(self, weight: torch.Tensor, eps: float) -> None:
+        super().__init__()
+        self.register_buffer("weight", weight.detach().contiguous())
+        self.eps = eps
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """`[..., D]` to `[..., D]`."""
+        return cpu_rows.rms_norm(hidden_states, self.weight, self.eps)
+
+
+class GatedMLP(torch.nn.Module):
+    """`down(activation(gate(x)) * up(x))` with gate and up in one product.
+
+    Args:
+        gate: a plain linear layer.
+        up: likewise.
+        down: likewise.
+        activation: of the gate; None is SiLU, whose product with `up` takes one pass.
+    """
+
+    def __init__(
+        self,
+        gate: torch.nn.Linear,
+        up: torch.nn.Linear,
+        down: torch.nn.Linear,
+        activation: Callable[[torch.Tensor], torch.Tensor] | None,
+    ) -> None:
+        super().__init__()
+        self.gate_up = _side_by_side(gate, up)
+        self.down = down
+        self.activation = activation
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """`[..., hidden]` to `[..., hidden]`."""
+        gate_up: torch.Tensor = self.gate_up(hidden_states)
+        if self.activation is None:
+            product = cpu_rows.silu_gate(gate_up)
+        else:
+            gate, up = gate_up.chunk(2, dim=-1)
+            product = self.activation(gate) * up
+        result: torch.Tensor = self.down(product)
+        return result
+
+
+@attrs.frozen(eq=False)
+class Projections:
+    """How an attention module makes Q, K and V of its input.
+
+    Attributes:
+        q: gives `[T, Hq * D]`.
+        k: gives `[T, Hkv * D]`.
+        v: gives `[T, Hkv * Dv]`.
+        norms: of Q and K before the rotation, if there are any.
+        rotates: whether Q and K are rotated by the position embeddings of the call.
+    """
+
+    q: torch.nn.Linear
+    k: torch.nn.Linear
+    v: torch.nn.Linear
+    norms: Norms | None
+    rotates: bool
+
+
+class FusedAttention(torch.nn.Module):
+    """An attention module of transformers, with Q, K and V in one product.
+
+    Args:
+        projections: how Q, K and V are made.
+        out: the output projection.
+        call: an attention call of the module that this one replaces.
+    """
+
+    def __init__(self, projections: Projections, out: torch.nn.Linear, call: Call) -> None:
+        super().__init__()
+        self.qkv = _side_by_side(projections.q, projections.k, projections.v)
+        self.out = out
+        self.norms = None if projections.norms is None else torch.nn.ModuleList(projections.norms)
+        self.rotates = projections.rotates
+        self.options: AttentionOptions = call.options
+        self.heads = tuple(x.shape[1:] for x in (call.q, call.k, call.v))
+        self.widths = [num_heads * head_dim for num_heads, head_dim in self.heads]
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        **_others: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """`[1, T, hidden]` to `[1, T, hidden]`; what else transformers passes is of no effect."""
+        num_tokens = hidden_states.shape[1]
+        qkv = self.qkv(hidden_states)[0]
+        q, k, v = (
+            part.view(num_tokens, *heads)
+            for part, heads in zip(qkv.split(self.widths, dim=1), self.heads, strict=True)
+        )
+        if self.norms is not None:
+            q, k = (_normed(norm, x) for norm, x in zip(self.norms, (q, k), strict=True))
+        if self.rotates:
+            assert position_embeddings is not None
+            cos, sin = (table[0] for table in position_embeddings)
+            for heads in (q, k):
+                cpu_rows.rotate(heads, cos, sin)
+        attended = attend_packed(q, k, v, self.options)
+        return self.out(attended.reshape(1, num_tokens, -1)), None
+
+
+def accelerate(model: PagedModel) -> bool:
+    """Bring a float32 model on a CPU into the form that computes fastest.
+
+    Args:
+        model: its modules are changed.
+
+    Returns:
+        Whether it still gives the logits that it gave before. If not, it is of no more use.
+    """
+    before = _logits(model)
+    fuse(model)
+    pack_linears(model.module)
+    try:
+        return not differ(before, _logits(model))
+    except Exception:  # whatever a family does that looks into its own layers
+        return False
+
+
+def fuse(model: PagedModel) -> None:
+    """Replace what is recognised in a float32 model on a CPU, whose modules are changed."""
+    seen = _watch(model)
+    # Attention takes the norms of Q and K over as they are by then.
+    for make in (_norms, _mlps, _attentions):
+        for parent, name, child in list(_places(model.module)):
+            use = seen.get(child)
+            if use is not None:
+                replacement = next((each for each in make(child, use) if _agrees(each, use)), None)
+                if replacement is not None:
+                    setattr(parent, name, replacement.eval())
+
+
+def _places(module: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, torch.nn.Module]]:
+    """Parent, name and module of all modules within one."""
+    for parent in module.modules():
+        for name, child in parent.named_children():
+            yield parent, name, child
+
+
+# -- watching ----------------------------------------------------------------------------------
+
+
+@attrs.frozen(eq=False)
+class _Use:
+    """A call of a module: what went in, what came out, and the attention calls within."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    output: Any
+    calls: Sequence[Call]
+
+    @property
+    def inputs(self) -> torch.Tensor | None:
+        """The hidden states that went in."""
+        first = self.args[0] if self.args else self.kwargs.get("hidden_states")
+        return first if isinstance(first, torch.Tensor) else None
+
+    @property
+    def position_embeddings(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Cosines and sines `[T, R]`, if that is what went in."""
+        given = self.args[1] if len(self.args) > 1 else self.kwargs.get("position_embeddings")
+        if not isinstance(given, tuple) or len(given) != 2 or given[0].dim() != 3:
+            return None
+        return given[0][0], given[1][0]
+
+
+def _watch(model: PagedModel) -> dict[torch.nn.Module, _Use]:
+    """Run a model over tokens at positions from the first to the last, and see what its parts do.
+
+    Returns:
+        For each module that was called once, that call.
+    """
+    witness = Witness()
+    uses: dict[torch.nn.Module, list[_Use]] = {}
+    with _hooked(model.module, witness, uses):
+        _logits(model, witness)
+    return {each: of_it[0] for each, of_it in uses.items() if len(of_it) == 1}
+
+
+def _logits(model: PagedModel, witness: Witness | None = None) -> torch.Tensor:
+    """`[WATCHED_TOKENS, vocabulary]`, of tokens at positions from the first to the last."""
+    tokens = torch.arange(1, WATCHED_TOKENS + 1)
+    positions = torch.linspace(0, model.max_len - 1, WATCHED_TOKENS).long()
+    every = torch.arange(WATCHED_TOKENS)
+    return model.logits(tokens % model.vocab_size, positions, witness or Witness(), every)
+
+
+@contextmanager
+def _hooked(
+    module: torch.nn.Module, witness: Witness, uses: dict[torch.nn.Module, list[_Use]]
+) -> Iterator[None]:
+    """Note all calls of modules within this one that have no hooks of their own."""
+    begun: list[int] = []
+
+    def enter(_module: Any, _args: Any) -> None:
+        begun.append(len(witness.calls))
+
+    def leave(called: Any, args: Any, kwargs: Any, output: Any) -> None:
+        use = _Use(args, kwargs, output, witness.calls[begun.pop() :])
+        uses.setdefault(called, []).append(use)
+
+    handles = []
+    for each in module.modules():
+        if not each._forward_hooks and not each._forward_pre_hooks:
+            handles.append(each.register_forward_pre_hook(enter))
+            handles.append(each.register_forward_hook(leave, with_kwargs=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@torch.inference_mode()
+def _agrees(module: torch.nn.Module, use: _Use) -> bool:
+    """Whether a module gives in this use what the one before it gave."""
+    witness = Witness()
+    with attending(witness):
+        try:
+            output = module(*use.args, **use.kwargs)
+        except (TypeError, RuntimeError, ValueError, AssertionError):
+            return False  # it is called in another way, or with other shapes, than was assumed
+    return _same(_tensors(use.output), _tensors(output)) and (
+        [call.options for call in witness.calls] == [call.options for call in use.calls]
+        and all(
+            _same((one.q, one.k, one.v), (other.q, other.k, other.v))
+            for one, other in zip(witness.calls, use.calls, strict=True)
+        )
+    )
+
+
+def _tensors(output: Any) -> tuple[Any, ...]:
+    return output if isinstance(output, tuple) else (output,)
+
+
+def _same(expected: Sequence[Any], actual: Sequence[Any]) -> bool:
+    return len(expected) == len(actual) and all(map(_close, expected, actual))
+
+
+def _close(one: Any, other: Any) -> bool:
+    if one is None or other is None:
+        return one is other
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return bool((one - other).abs().max() <= RELATIVE_ERROR * one.abs().max())
+
+
+# -- recognising -------------------------------------------------------------------------------
+
+
+def _norms(module: torch.nn.Module, use: _Use) -> Iterator[torch.nn.Module]:
+    """What an RMS norm with these parts may be: some families store `weight - 1`."""
+    parameters = dict(module.named_parameters())
+    weight = parameters.pop("weight", None)
+    numbers = (getattr(module, name, None) for name in _EPSILON_NAMES)
+    eps = next((number for number in numbers if isinstance(number, float)), None)
+    if weight is None or weight.dim() != 1 or parameters or eps is None or len(use.args) != 1:
+        return
+    yield RMSNorm(weight, eps)
+    yield RMSNorm(weight + 1, eps)
+
+
+def _mlps(module: torch.nn.Module, use: _Use) -> Iterator[torch.nn.Module]:
+    """What a gated MLP with these parts may be: which of two is the gate, and its activation."""
+    linears, others = _parts(module)
+    if len(linears) != 3 or len(use.args) != 1 or use.calls:
+        return
+    *pair, down = sorted(linears, key=lambda linear: linear.out_features == linears[0].in_features)
+    activations = [None, *others]
+    shapes = {(each.in_features, each.out_features) for each in pair}
+    if shapes != {(down.out_features, down.in_features)}:
+        return
+    for gate, up in (pair, pair[::-1]):
+        for activation in activations:
+            yield GatedMLP(gate, up, down, activation)
+
+
+def _attentions(module: torch.nn.Module, use: _Use) -> Iterator[torch.nn.Module]:
+    """What an attention module with these parts may be."""
+    linears, others = _parts(module)
+    norms = [each for each in others if next(each.parameters(), None) is not None]
+    norms += [each for each in others if isinstance(each, RMSNorm)]
+    if len(linears) != 4 or len(use.calls) != 1 or len(norms) not in (0, 2):
+        return
+    (call,) = use.calls
+    for rotates in (True, False):
+        found = _projections(linears, (norms[0], norms[1]) if norms else None, rotates, use)
+        if found is not None:
+            (out,) = set(linears) - {found.q, found.k, found.v}
+            yield FusedAttention(found, out, call)
+
+
+def _parts(
+    module: torch.nn.Module,
+) -> tuple[list[torch.nn.Linear], list[torch.nn.Module]]:
+    """The plain linear layers of a module, if it has no parameters but those of its children."""
+    if module._parameters:
+        return [], []
+    children = list(module.children())
+    linears = [each for each in children if is_plain(each)]
+    return linears, [each for each in children if not is_plain(each)]
+
+
+@torch.inference_mode()
+def _projections(
+    linears: Sequence[torch.nn.Linear], norms: Norms | None, rotates: bool, use: _Use
+) -> Projections | None:
+    """Which of the layers make Q, K and V; None if it cannot be told."""
+    inputs, tables, (call,) = use.inputs, use.position_embeddings, use.calls
+    if inputs is None or (rotates and tables is None):
+        return None
+    q_norm, k_norm = norms or (None, None)
+
+    def makes(linear: torch.nn.Linear, expected: torch.Tensor, norm: Any, *, turned: bool) -> bool:
+        if linear.out_features != expected[0].numel() or linear.in_features != inputs.shape[-1]:
+            return False
+        heads = linear(inputs).view_as(expected)
+        heads = heads if norm is None else _normed(norm, heads)
+        if turned:
+            cpu_rows.rotate(heads, *tables)
+        return _close(expected, heads)
+
+    found = []
+    for expected, norm, turned in (
+        (call.v, None, False),
+        (call.q, q_norm, rotates),
+        (call.k, k_norm, rotates),
+    ):
+        rest = (each for each in linears if each not in found)
+        match = next((each for each in rest if makes(each, expected, norm, turned=turned)), None)
+        if match is None:
+            return None
+        found.append(match)
+    v, q, k = found
+    return Projections(q, k, v, norms, rotates)
+
+
+def _normed(norm: torch.nn.Module, heads: torch.Tensor) -> torch.Tensor:
+    """Norm `[T, H, D]` over each head or over all of them together, as the weight is for."""
+    if next(norm.parameters(), next(norm.buffers())).numel() == heads.shape[2]:
+        return norm(heads).contiguous()
+    return norm(heads.flatten(1)).contiguous().view_as(heads)
+
+
+def _side_by_side(*linears: torch.nn.Linear) -> torch.nn.Linear:
+    """One layer whose outputs are those of all, in order."""
+    rows = sum(linear.out_features for linear in linears)
+    has_bias = any(linear.bias is not None for linear in linears)
+    joined = torch.nn.Linear(linears[0].in_features, rows, bias=has_bias, device="meta")
+    joined.weight = _frozen([linear.weight for linear in linears])
+    if has_bias:
+        joined.bias = _frozen([_bias(linear) for linear in linears])
+    return joined
+
+
+def _bias(linear: torch.nn.Linear) -> torch.Tensor:
+    bias: torch.Tensor | None = linear.bias
+    return linear.weight.new_zeros(linear.out_features) if bias is None else bias
+
+
+def _frozen(parts: Sequence[torch.Tensor]) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.cat([part.detach() for part in parts]), requires_grad=False)

@@ -1,0 +1,65 @@
+"""Compiled functions on the threads that torch computes with."""
+
+import ctypes
+import functools
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+_ENTRY = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+def run(entry: int, job: ctypes.Structure, threads: int) -> None:
+    """Call the C function at `entry` with the address of `job`, on so many threads at once.
+
+    Args:
+        entry: shares the work of a job among whoever calls it.
+        job: what to do.
+        threads: 1, or all that torch has: a smaller team would make OpenMP end the others.
+    """
+    address = ctypes.addressof(job)
+    if threads == 1:
+        _ENTRY(entry)(address)
+    else:
+        (_openmp() or _on_threads)(entry, address, threads)
+
+
+@functools.cache
+def _openmp() -> Callable[[int, int, int], None] | None:
+    """Run a kernel on torch's own OpenMP threads, if torch has them.
+
+    A second pool would fight with torch's, whose threads wait actively for their next work: on two
+    cores that made attention up to twice as slow. `GOMP_parallel` is the stable entry that
+    compilers call for `#pragma omp parallel`. Each Python thread has a team of its own there.
+    """
+    folder = Path(torch.__file__).parent
+    for name in (
+        *folder.glob("lib/libgomp*"),
+        *folder.glob("../torch.libs/libgomp*"),
+        "libgomp.so.1",
+    ):
+        try:
+            parallel = ctypes.CDLL(str(name), mode=os.RTLD_NOLOAD | os.RTLD_NOW).GOMP_parallel
+        except (OSError, AttributeError):  # it is not loaded, or this is not Linux
+            continue
+        parallel.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+        parallel.restype = None
+        return lambda entry, job, threads: parallel(entry, job, threads, 0)
+    return None
+
+
+@functools.cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(thread_name_prefix="kvpage-attention")
+
+
+def _on_threads(entry: int, job: int, threads: int) -> None:
+    """Run a kernel on threads of our own: where torch does not use GNU's OpenMP."""
+    call = _ENTRY(entry)
+    others = [_threads().submit(call, job) for _ in range(threads - 1)]
+    call(job)
+    for other in others:
+        other.result()
