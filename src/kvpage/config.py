@@ -35,6 +35,7 @@ DEFAULT_SWAP_SHARE = 0.25
 Preempt = Literal["recompute", "swap"]
 WhenBusy = Literal["wait", "raise"]
 Checks = Literal["grants", "everything"]
+KVDtype = Literal["auto", "float32", "bfloat16", "float16"]
 Attention = Literal["auto", "numba", "triton", "reference"]
 
 
@@ -147,6 +148,9 @@ class EngineConfig:
             is in blocks.
         prefix_cache: share the blocks of equal prefixes, where the strategy can share.
         cuda_graphs: capture decode steps as CUDA graphs, on a GPU with the Triton kernel.
+        kv_dtype: how K and V are stored; `"auto"` is as the model computes them. On a CPU,
+            `"bfloat16"` halves the memory of a token and what decoding reads, and `"float16"` the
+            memory.
         attention: the kernel; `"auto"` takes Triton on a GPU and numba on a CPU.
         checks: `"grants"`: every answer of the allocator is checked; `"everything"`: besides, the
             whole ledger is recounted at each step, and K and V of free blocks become NaN, so that a
@@ -168,6 +172,7 @@ class EngineConfig:
     )
     prefix_cache: bool = True
     cuda_graphs: bool = True
+    kv_dtype: KVDtype = attrs.field(default="auto", validator=_one_of(get_args(KVDtype)))
     attention: Attention = attrs.field(default="auto", validator=_one_of(get_args(Attention)))
     checks: Checks = attrs.field(default="grants", validator=_one_of(get_args(Checks)))
     plugins: Sequence[object] = attrs.field(default=(), converter=tuple)

@@ -24,7 +24,7 @@ import torch
 from kvpage.attention import AttentionOptions, attend_packed, attending
 from kvpage.kernels import cpu_rows
 from kvpage.model import PagedModel
-from kvpage.packed_linear import is_plain, pack_linears
+from kvpage.packed_linear import is_plain
 from kvpage.probe import Call, Witness, differ
 
 RELATIVE_ERROR = 2e-5
@@ -154,22 +154,26 @@ class FusedAttention(torch.nn.Module):
         return self.out(attended.reshape(1, num_tokens, -1)), None
 
 
-def accelerate(model: PagedModel) -> bool:
+def accelerate(model: PagedModel, pack: Callable[[Any], None]) -> bool:
     """Bring a float32 model on a CPU into the form that computes fastest.
 
     Args:
         model: its modules are changed.
+        pack: replaces the linear layers of what transformers built, once they are fused.
 
     Returns:
-        Whether it still gives the logits that it gave before. If not, it is of no more use.
+        Whether it works as before. If not, it is of no more use.
     """
     before = _logits(model)
     fuse(model)
-    pack_linears(model.module)
     try:
-        return not differ(before, _logits(model))
-    except Exception:  # whatever a family does that looks into its own layers
+        if differ(before, _logits(model)):
+            return False
+        pack(model.module)
+        _logits(model)
+    except AttributeError:  # the family looks into its own layers
         return False
+    return True
 
 
 def fuse(model: PagedModel) -> None:
@@ -369,9 +373,9 @@ def _projections(
     def makes(linear: torch.nn.Linear, expected: torch.Tensor, norm: Any, *, turned: bool) -> bool:
         if linear.out_features != expected[0].numel() or linear.in_features != inputs.shape[-1]:
             return False
-        heads = linear(inputs).view_as(expected)
+        heads: torch.Tensor = linear(inputs).view_as(expected)
         heads = heads if norm is None else _normed(norm, heads)
-        if turned:
+        if turned and tables is not None:
             cpu_rows.rotate(heads, *tables)
         return _close(expected, heads)
 
@@ -393,8 +397,10 @@ def _projections(
 def _normed(norm: torch.nn.Module, heads: torch.Tensor) -> torch.Tensor:
     """Norm `[T, H, D]` over each head or over all of them together, as the weight is for."""
     if next(norm.parameters(), next(norm.buffers())).numel() == heads.shape[2]:
-        return norm(heads).contiguous()
-    return norm(heads.flatten(1)).contiguous().view_as(heads)
+        normed: torch.Tensor = norm(heads)
+    else:
+        normed = norm(heads.flatten(1)).view_as(heads)
+    return normed.contiguous()
 
 
 def _side_by_side(*linears: torch.nn.Linear) -> torch.nn.Linear:

@@ -121,9 +121,13 @@ class PagedModel:
 
     @property
     def bytes_per_token(self) -> int:
-        """K and V of one token in all layers."""
+        """K and V of one token in all layers, stored as the model computes them."""
+        return self.bytes_per_token_as(self.dtype)
+
+    def bytes_per_token_as(self, kv_dtype: torch.dtype) -> int:
+        """K and V of one token in all layers, stored as this type."""
         numbers = sum(s.num_kv_heads * (s.key_dim + s.value_dim) for s in self.layers)
-        return numbers * self.dtype.itemsize
+        return numbers * kv_dtype.itemsize
 
     @torch.inference_mode()
     def logits(

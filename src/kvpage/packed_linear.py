@@ -9,6 +9,7 @@ keeps its own.
 
 import math
 import time
+from typing import TypeGuard
 
 import torch
 
@@ -68,12 +69,13 @@ def pack_linears(model: torch.nn.Module) -> None:
             setattr(parent, name, PackedLinear(getattr(parent, name)))
 
 
-def is_plain(module: torch.nn.Module) -> bool:
+def is_plain(module: torch.nn.Module) -> TypeGuard[torch.nn.Linear]:
     """Whether a module is a linear layer in float32 on a CPU, and nothing more."""
     # A subclass, or a hook, may do more than the product.
     if type(module) is not torch.nn.Linear or module._forward_hooks or module._forward_pre_hooks:
         return False
-    return module.weight.device.type == "cpu" and module.weight.dtype == torch.float32
+    weight: torch.Tensor = module.weight
+    return weight.device.type == "cpu" and weight.dtype == torch.float32
 
 
 @torch.inference_mode()

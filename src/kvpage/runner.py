@@ -54,6 +54,7 @@ class ModelRunner:
         model: the model.
         geometry: blocks to make room for.
         backend: which attention kernels.
+        kv_dtype: how K and V are stored; None is as the model computes them.
         graphs: captures decode steps for quick replay; None runs every step as it comes.
         num_swap_blocks: host blocks to make room for.
     """
@@ -64,6 +65,7 @@ class ModelRunner:
         geometry: PoolGeometry,
         backend: BackendName,
         *,
+        kv_dtype: torch.dtype | None = None,
         graphs: GraphOptions | None = None,
         num_swap_blocks: int = 0,
     ) -> None:
@@ -75,7 +77,7 @@ class ModelRunner:
             model.layers,
             geometry.num_slots,
             attention_backend(backend),
-            dtype=model.dtype,
+            dtype=kv_dtype or model.dtype,
             device=model.device,
         )
         self._host_pools = HostPools(self._pools, num_swap_blocks, geometry.block_size)

@@ -417,9 +417,9 @@ def sample(
     tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     for part in _parts(rows, logits):
         chosen = torch.from_numpy(part).to(logits.device)
-        some, of_part = logits.index_select(0, chosen), rows.take(part)
+        some, of_part = _rows_of(logits, part, chosen), rows.take(part)
         if of_part.changed.any():
-            some = some.float()
+            some = some.float().clone()
             if masks is not None and of_part.guided[0]:
                 masks.apply(some, part)
             _change(some, of_part, indices[part], history.among(part) if history else None)
@@ -505,6 +505,16 @@ def _ruled(rows: SamplingRows) -> Iterator[tuple[int, TokenRules]]:
     """The rows that have rules."""
     changed = np.flatnonzero(rows.changed).tolist()
     return ((row, rows.rules[row]) for row in changed if rows.rules[row] is not None)
+
+
+def _rows_of(
+    logits: "torch.Tensor", part: npt.NDArray[np.int64], chosen: "torch.Tensor"
+) -> "torch.Tensor":
+    """The rows of a part; a view where they are adjacent, as they are if all need the same."""
+    first, last = int(part[0]), int(part[-1])
+    if last - first + 1 == len(part):  # parts are in ascending order
+        return logits[first : last + 1]
+    return logits.index_select(0, chosen)
 
 
 def _rows_at_once(logits: "torch.Tensor") -> int:

@@ -14,7 +14,7 @@ def test_the_largest_step_computes_all_tokens_and_samples_all_sequences(family: 
     model = tiny_model(family)
     kept: list[torch.Size] = []
     paged = share_model(model)
-    head = paged._module.get_output_embeddings()
+    head = paged.module.get_output_embeddings()
     head.register_forward_hook(lambda _module, _inputs, output: kept.append(output.shape))
     run_largest_step(paged, max_batch_tokens=40, max_num_seqs=7)
     assert kept == [(1, 7, model.config.vocab_size)]

@@ -265,10 +265,10 @@ def test_rotary_frequencies_are_not_shared_with_the_callers_model() -> None:
     model = longrope(32)
     twin = share_model(model)
     token = torch.zeros(1, dtype=torch.int64)
-    before = twin._module.model.rotary_emb.inv_freq.clone()
+    before = twin.module.model.rotary_emb.inv_freq.clone()
     model(input_ids=token[None], position_ids=torch.tensor([[100]]))
     assert not torch.equal(model.model.rotary_emb.inv_freq, before)
-    assert torch.equal(twin._module.model.rotary_emb.inv_freq, before)
+    assert torch.equal(twin.module.model.rotary_emb.inv_freq, before)
 
 
 @pytest.mark.parametrize("configuration", [transformers.MptConfig, transformers.XLNetConfig])

@@ -10,6 +10,7 @@ from kvpage.kernels.cpu_plan import Shape, plan_step
 from kvpage.kernels.quantisation import quantised
 from kvpage.kernels.work import AttentionBatch
 
+
 def paged_attention(
     q: torch.Tensor,
     k_pool: torch.Tensor,
@@ -136,10 +137,8 @@ def write_kv(
     kv_scales: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
     """Store the K and V of a step's tokens; see `reference.write_kv`."""
-    pairs = ((k, k_pool, None), (v, v_pool, None))
-    if kv_scales is not None:
-        pairs = ((k, k_pool, kv_scales[0]), (v, v_pool, kv_scales[1]))
-    for rows, pool, scales in pairs:
+    k_scales, v_scales = kv_scales or (None, None)
+    for rows, pool, scales in ((k, k_pool, k_scales), (v, v_pool, v_scales)):
         if cpu_rows.can_write(rows, pool) and scales is None:
             cpu_rows.write(rows, pool, slots)
         else:

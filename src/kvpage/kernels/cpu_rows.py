@@ -1,7 +1,8 @@
 """What a CPU does between matrix products, one pass over memory each, compiled by numba.
 
-torch needs six operators for an RMS norm and five for a rotation, each of them a call, a result and
-a pass. At the few rows of a decode step the calls cost more than the work; at many rows, the passes.
+torch needs six operators for an RMS norm and five for a rotation, each of them a call, a result
+and a pass. At the few rows of a decode step the calls cost more than the work; at many rows, the
+passes.
 
 All take and give float32. Rows are tokens; what is computed for one depends on it alone, neither
 on the others nor on the number of threads, to the last bit.
@@ -11,7 +12,6 @@ import ctypes
 import functools
 import math
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
