@@ -172,7 +172,11 @@ def test_sizes_are_whole_numbers_from_one(name: str, value: Any) -> None:
 
 @pytest.mark.parametrize(
     ("name", "choices"),
-    [("when_busy", "wait, raise"), ("attention", "auto, numba, triton, reference")],
+    [
+        ("when_busy", "wait, raise"),
+        ("attention", "auto, numba, triton, reference"),
+        ("kv_dtype", "auto, float32, bfloat16, float16"),
+    ],
 )
 def test_choices_are_checked(name: str, choices: str) -> None:
     """With the list of what there is."""

@@ -142,3 +142,19 @@ async def test_the_callers_model_is_not_changed() -> None:
         await generate(engine, PROMPTS[:2])
         assert greedy(model, PROMPTS[3], 5) == before
     assert model.config._attn_implementation == implementation
+
+
+@pytest.mark.parametrize("attention", ["numba", "reference"])
+async def test_k_and_v_in_bfloat16_take_half_the_memory(attention: str) -> None:
+    """The setting is visible, a token takes half, and rounding moves few tokens."""
+    outputs, _ = await run("llama", attention=attention)
+    async with AsyncEngine(
+        model=model_of("llama"), attention=attention, kv_dtype="bfloat16", kv_memory="64 KiB"
+    ) as engine:
+        in_half = await generate(engine, PROMPTS)
+        assert engine.config.kv_dtype == "bfloat16"
+        # 2 layers, K and V of 2 heads of 16 numbers, 2 bytes each.
+        assert engine.geometry.num_slots == 64 * 1024 // (2 * 2 * 2 * 16 * 2)
+    same = [a == b for one, other in zip(outputs, in_half, strict=True)
+            for a, b in zip(one, other, strict=True)]  # fmt: skip
+    assert sum(same) > 0.7 * len(same)

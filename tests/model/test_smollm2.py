@@ -12,6 +12,7 @@ import pytest
 
 from kvpage import AsyncEngine, Chat, ConfigError, SamplingParams
 from kvpage.pretrained import default_model_path, load_pretrained
+from tests.model.test_quantised_linear import needs_int8
 
 MAX_TOKENS = 24
 PROMPTS = [
@@ -92,6 +93,16 @@ async def test_every_strategy_gives_the_same_tokens(
             output = model.generate(**ids, max_new_tokens=10, do_sample=False)
             completion = await engine.complete(prompt, params)
             assert list(completion.token_ids) == output[0, ids["input_ids"].shape[1] :].tolist()
+
+
+@needs_int8
+async def test_weights_in_bytes_write_sense(oracle: tuple[Any, Any]) -> None:
+    """What the model is sure of, it still says."""
+    _, tokenizer = oracle
+    params = SamplingParams(temperature=0, max_tokens=8)
+    async with AsyncEngine.from_pretrained(weights="int8", kv_memory="1024 tokens") as engine:
+        completion = await engine.complete("The capital of France is", params)
+    assert tokenizer.decode(completion.token_ids).startswith(" Paris")
 
 
 async def test_streamed_text_equals_the_whole(engine: AsyncEngine) -> None:
@@ -175,6 +186,13 @@ def test_a_gguf_file_is_converted_once(tmp_path: Path, capfd: pytest.CaptureFixt
     assert capfd.readouterr() == ("", "")
     load_pretrained(link, cache_dir=tmp_path)
     assert weights.stat().st_mtime_ns == written
+
+
+@pytest.mark.parametrize("weights", ["int4", "", 8])
+def test_other_weights_are_refused(weights: Any) -> None:
+    """Before anything is loaded."""
+    with pytest.raises(ConfigError, match="weights must be 'int8' or left out"):
+        load_pretrained(weights=weights)
 
 
 @pytest.mark.parametrize("name", ["/no/such/model", "./missing.gguf"])

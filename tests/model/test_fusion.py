@@ -1,0 +1,135 @@
+"""Fused modules compute what those of transformers do; what is not recognised is left alone."""
+
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import pytest
+import torch
+
+from kvpage import fusion
+from kvpage.fusion import FusedAttention, GatedMLP, RMSNorm, accelerate, fuse
+from kvpage.model import PagedModel, share_model
+from kvpage.packed_linear import pack_linears
+from tests.model.families import (
+    PROMPTS,
+    WholeSequence,
+    family_model,
+    logits_of,
+    served_by_page,
+    unchanged,
+)
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+
+# Modules of each kind in two layers: attention, MLPs, norms. Norms before and after, of Q and K per
+# head or of all heads; weights stored less one; interleaved rotations; a GELU; Q, K and V in one.
+KINDS = {
+    "llama": (2, 2, 5),
+    "qwen3": (2, 2, 9),
+    "gemma2": (2, 2, 9),
+    "olmo2": (2, 2, 9),
+    "smollm3": (2, 2, 5),
+    "glm": (0, 0, 5),
+    "phi3": (0, 0, 5),
+    "starcoder2": (2, 0, 0),
+    "gpt2": (0, 0, 0),
+}
+
+
+def logits(model: PagedModel) -> torch.Tensor:
+    """`[prompts, vocabulary]`, behind sequences of several lengths."""
+    return torch.stack([logits_of(model, each, WholeSequence(unchanged)) for each in PROMPTS])
+
+
+def number_of(model: PagedModel, kind: type) -> int:
+    return sum(type(each) is kind for each in model.module.modules())
+
+
+def assert_equal_logits(expected: torch.Tensor, actual: torch.Tensor) -> None:
+    torch.testing.assert_close(actual / expected.abs().max(), expected / expected.abs().max(),
+                               rtol=0, atol=2e-5)  # fmt: skip
+
+
+@pytest.mark.parametrize("model_type", KINDS)
+def test_what_is_fused_gives_the_same_logits(model_type: str) -> None:
+    """And it is known what is fused."""
+    model = share_model(family_model(model_type))
+    before = logits(model)
+    fuse(model)
+    assert KINDS[model_type] == tuple(
+        number_of(model, kind) for kind in (FusedAttention, GatedMLP, RMSNorm)
+    )
+    assert_equal_logits(before, logits(model))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", served_by_page())
+def test_every_family_gives_the_same_logits(
+    model_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fused and packed; or it says that it could not be."""
+    monkeypatch.setattr("kvpage.packed_linear.packing_pays", lambda _: True)
+    model = share_model(family_model(model_type))
+    before = logits(model)
+    if accelerate(model, pack_linears):
+        assert_equal_logits(before, logits(model))
+
+
+def test_weights_are_not_held_twice() -> None:
+    """Q, K and V are let go of when they are joined; the total stays what it was."""
+    model = share_model(family_model("llama"))
+    numbers = sum(each.numel() for each in model.module.state_dict().values())
+    fuse(model)
+    assert sum(each.numel() for each in model.module.state_dict().values()) == numbers
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda use: attrs.evolve(use, output=_off(use.output)),
+        lambda use: attrs.evolve(use, calls=[attrs.evolve(c, k=c.k * 1.001) for c in use.calls]),
+    ],
+    ids=["output", "K"],
+)
+def test_a_module_that_computes_something_else_is_left_alone(
+    change: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However much its parts look like what is known."""
+    model = share_model(family_model("llama"))
+    watched = fusion._watch(model)
+    monkeypatch.setattr(
+        fusion, "_watch", lambda _: {each: change(use) for each, use in watched.items()}
+    )
+    fuse(model)
+    assert number_of(model, FusedAttention) == 0
+
+
+def _off(output: Any) -> Any:
+    return tuple(x if x is None else x * 1.001 for x in output) if type(output) is tuple else output
+
+
+def test_a_module_with_a_hook_is_left_alone() -> None:
+    """A hook may change what it computes, now or later."""
+    model = share_model(family_model("llama"))
+    first = model.module.model.layers[0]
+    first.mlp.register_forward_hook(lambda *_: None)
+    first.self_attn.k_proj.register_forward_pre_hook(lambda *_: None)
+    fuse(model)
+    counts = [number_of(model, kind) for kind in (FusedAttention, GatedMLP)]
+    assert counts == [1, 1]
+
+
+def test_a_module_that_is_used_twice_is_left_alone() -> None:
+    """Its calls may differ."""
+    model = share_model(family_model("llama"))
+    layers = model.module.model.layers
+    layers[1].mlp = layers[0].mlp
+    fuse(model)
+    assert number_of(model, GatedMLP) == 0
+
+
+def test_a_family_that_looks_into_its_layers_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reads the weights of a layer itself, which packed layers do not have."""
+    monkeypatch.setattr("kvpage.packed_linear.packing_pays", lambda _: True)
+    assert not accelerate(share_model(family_model("longcat_flash")), pack_linears)
