@@ -417,7 +417,7 @@ class BlockManager:
         try:
             call()
         except Exception:  # the request is over already; nobody is left to fail
-            logger.exception("allocator %r raised in %s", self._name, method)
+            logger.warning("allocator %r raised in %s", self._name, method, exc_info=True)
 
     def _accept(self, seq: SequenceId, holding: _Holding, grant: Grant, num_tokens: int) -> None:
         """Check a grant as a whole, then enter it in the ledger and the block table."""
@@ -528,11 +528,13 @@ class BlockManager:
         try:
             blocks = sorted(allocator.trim(seq, keep * self.geometry.block_size))
         except Exception:  # the sequence keeps what it has; pressure is met by preemption
-            logger.exception("allocator %r raised in trim", self._name)
+            logger.warning("allocator %r raised in trim", self._name, exc_info=True)
             return
         tail = holding.blocks[len(holding.blocks) - len(blocks) :]
         if blocks != sorted(tail) or len(holding.blocks) - len(blocks) < keep:
-            logger.error("allocator %r trimmed blocks that are not a tail: %s", self._name, blocks)
+            logger.warning(
+                "allocator %r trimmed blocks that are not a tail: %s", self._name, blocks
+            )
             return
         self._forget_tail(holding, len(blocks))
 

@@ -56,6 +56,13 @@ def _one_of(choices: tuple[str, ...]) -> Any:
     return check
 
 
+def _tracer_provider(_instance: object, attribute: "attrs.Attribute[Any]", value: Any) -> None:
+    if value is not None and not hasattr(value, "get_tracer"):
+        raise ConfigError(
+            f"{attribute.name} must be an OpenTelemetry TracerProvider, got {value!r}"
+        )
+
+
 @attrs.frozen
 class KVMemory:
     """How much memory the KV cache takes.
@@ -155,6 +162,8 @@ class EngineConfig:
         checks: `"grants"`: every answer of the allocator is checked; `"everything"`: besides, the
             whole ledger is recounted at each step, and K and V of free blocks become NaN, so that a
             use of freed memory shows at once. Slow, for finding bugs; the output is the same.
+        tracer_provider: an OpenTelemetry `TracerProvider`: each request is a span of it; None: no
+            spans, whatever provider the process has.
         plugins: objects or modules with a `kvpage_allocators` hook, beside the installed ones.
     """
 
@@ -175,6 +184,7 @@ class EngineConfig:
     kv_dtype: KVDtype = attrs.field(default="auto", validator=_one_of(get_args(KVDtype)))
     attention: Attention = attrs.field(default="auto", validator=_one_of(get_args(Attention)))
     checks: Checks = attrs.field(default="grants", validator=_one_of(get_args(Checks)))
+    tracer_provider: Any = attrs.field(default=None, validator=_tracer_provider)
     plugins: Sequence[object] = attrs.field(default=(), converter=tuple)
 
     def resolve(

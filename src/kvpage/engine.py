@@ -1,11 +1,13 @@
 """The async face of kvpage: submit, stream, close. The work happens in the engine thread."""
 
 import itertools
+import logging
 import os
 import secrets
 import time
 import weakref
 from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, cast
@@ -30,6 +32,7 @@ from kvpage.engine_thread import (
 )
 from kvpage.errors import ConfigError, EngineClosed
 from kvpage.estimate import Estimate, estimate
+from kvpage.events import Trace
 from kvpage.imports import import_model_libraries
 from kvpage.latencies import BlockLifetimes, Latencies
 from kvpage.plan import Poisonable, Runner
@@ -47,6 +50,9 @@ if TYPE_CHECKING:
     import torch
 
     from kvpage.pretrained import Pretrained
+    from kvpage.tracing import RequestTracer
+
+logger = logging.getLogger("kvpage")
 
 
 class AsyncEngine:
@@ -215,8 +221,9 @@ class AsyncEngine:
         async def submit() -> OpenRequest:
             self._thread.check_alive()
             # A prompt may take seconds; who leaves meanwhile does not wait for its encoding.
-            choices = await anyio.to_thread.run_sync(prepare_request, abandon_on_cancel=True)
-            return await self._submit(name, choices)
+            with self._tracing(name, prompt, chosen) as trace:
+                choices = await anyio.to_thread.run_sync(prepare_request, abandon_on_cancel=True)
+                return await self._submit(name, choices, trace)
 
         return TokenStream(submit, self.model.detokenizer, chosen.n)
 
@@ -384,13 +391,24 @@ class AsyncEngine:
         batch = RunningBatch(config.max_num_seqs, geometry.max_model_len)
         scheduler = _scheduler(blocks, batch, runner, config)
         self._thread = EngineThread(scheduler, runner, self._gate, geometry, latencies)
+        self._tracer = _tracer(config, model)
         self._thread.start()
+        _log_start(config, geometry, model)
         # Closes an engine that is dropped without `aclose`.
         weakref.finalize(self, self._thread.post, Close("now")).atexit = False
 
     # -- submission ----------------------------------------------------------------------------
 
-    async def _submit(self, request_id: str, choices: tuple[OpenChoice, ...]) -> OpenRequest:
+    def _tracing(
+        self, request_id: str, prompt: Prompt, params: SamplingParams
+    ) -> AbstractContextManager[Trace | None]:
+        if self._tracer is None:
+            return nullcontext()
+        return self._tracer.submitting(request_id, prompt, params)
+
+    async def _submit(
+        self, request_id: str, choices: tuple[OpenChoice, ...], trace: Trace | None
+    ) -> OpenRequest:
         if self.config.when_busy == "raise":
             self._gate.try_enter(request_id)
         else:
@@ -398,7 +416,7 @@ class AsyncEngine:
         # Nothing is awaited from here on, so the place that was taken cannot be lost.
         thread = self._thread
         mailbox = Mailbox(post_to_current_loop())
-        request = Request(request_id, choices, mailbox, time.perf_counter())
+        request = Request(request_id, choices, mailbox, time.perf_counter(), trace=trace)
         thread.post(Submit(request))
         thread.check_alive()
         number = request.number
@@ -445,6 +463,26 @@ class OpeningEngine:
             self._failed_by = error
             raise
         return self._engine
+
+
+def _tracer(config: EngineConfig, model: EngineModel) -> "RequestTracer | None":
+    if config.tracer_provider is None:
+        return None
+    from kvpage.tracing import RequestTracer
+
+    return RequestTracer(config.tracer_provider, model.name)
+
+
+def _log_start(config: EngineConfig, geometry: PoolGeometry, model: EngineModel) -> None:
+    """The effective settings, as far as a log can show them."""
+    shown = {
+        name: value if isinstance(value, int) else str(value)
+        for name, value in attrs.asdict(config, recurse=False).items()
+        if name not in ("plugins", "tracer_provider")
+    }
+    fields = {"model": model.name, "num_blocks": geometry.num_blocks, **shown}
+    text = ", ".join(f"{name}={value}" for name, value in fields.items())
+    logger.info("engine started: %s", text, extra={"event": "engine_started", **fields})
 
 
 def _scheduler(

@@ -35,7 +35,6 @@ from kvpage.stream import End, Mailbox, MailItem, SampledToken, Timings, Usage
 from kvpage.traffic import TrafficRecorder
 
 logger = logging.getLogger("kvpage")
-logger.addHandler(logging.NullHandler())  # silent unless the host listens
 
 EXIT_GRACE_S = 5.0
 """How long the end of the process waits for the engine to finish its step."""
@@ -167,7 +166,7 @@ class EngineThread:
                 self._step()
         except BaseException as error:
             self.broken_by = error
-            logger.exception("the engine thread ended by an exception")
+            logger.exception("the engine broke", extra={"event": "engine_broken"})
         self._end()
 
     def _read_inbox(self) -> bool:
@@ -193,6 +192,7 @@ class EngineThread:
             case Submit(request) if self._closing is None:
                 self._open[request.number] = request
                 self._scheduler.add(request.choices[0].sequence)
+                request.tell("queued")
             case Submit(request):
                 self._refuse(request)
             case Cancel(number):
@@ -210,6 +210,7 @@ class EngineThread:
         if request is not None:
             self._cancelled += 1
             self._forget(request)
+            request.tell("cancelled")
 
     def _step(self) -> None:
         started, computing_s = time.perf_counter(), 0.0
@@ -239,12 +240,15 @@ class EngineThread:
 
     def _note(self, schedule: Schedule) -> None:
         now = time.perf_counter()
+        for sequence in schedule.preempted:
+            sequence.request.request.tell("preempted")
         for sequence in schedule.admitted:
             request: Request = sequence.request.request
             if request.scheduled_at is None:
                 request.scheduled_at = now
                 self.latencies.queue.observe(now - request.submitted_at)
                 self._gate.scheduled()
+                request.tell("scheduled")
         for sequence, error in schedule.failures:
             self._fail(sequence.request.request, error)
 
@@ -277,6 +281,7 @@ class EngineThread:
         if choice.index > 0:
             return token
         self.latencies.first_token.observe(now - choice.request.submitted_at)
+        choice.request.tell("first_token")
         for other in choice.request.choices[1:]:
             self._scheduler.add(other.sequence)
         if choice.sequence.params.prompt_logprobs is None:
@@ -300,6 +305,7 @@ class EngineThread:
             if stopped:
                 self._scheduler.cancel(choice.sequence)  # unless it has ended by itself
                 reason = "stop"
+        choice.finish_reason = reason
         end = _end(choice, reason, now) if reason is not None else None
         self._put(request.mailbox, attrs.evolve(token, choice=choice.index, text=text, end=end))
         if end is not None:
@@ -313,6 +319,7 @@ class EngineThread:
             self._finished += 1
             self.latencies.request.observe(end.timings.total_s)
             self._forget(request)
+            request.tell("finished")
 
     def _put(self, mailbox: Mailbox, item: MailItem) -> None:
         waiting = self._to_wake.setdefault(mailbox.post, [])
@@ -335,7 +342,7 @@ class EngineThread:
         self.statistics = self._statistics()
 
     def _fail_step(self, plan: StepPlan, cause: Exception) -> None:
-        logger.error("a step failed", exc_info=cause)
+        logger.warning("a step failed", exc_info=cause, extra={"event": "step_failed"})
         for sequence in self._scheduler.abandon(plan):
             error = StepFailed(f"a step failed: {type(cause).__name__}: {cause}")
             error.__cause__ = cause
@@ -347,6 +354,7 @@ class EngineThread:
             self._failed += 1
             self._put(request.mailbox, error)
             self._forget(request)
+            _tell_failure(request, error)
 
     def _forget(self, request: Request) -> None:
         """The request is over: its blocks, its id and its place in the queue are free."""
@@ -368,12 +376,14 @@ class EngineThread:
         for request in list(self._open.values()):
             self._put(request.mailbox, self.end_error())
             self._forget(request)
+            request.tell("failed", error=type(self.end_error()).__name__)
         while not self._inbox.empty():
             self._handle_late(self._inbox.get())
         self.statistics = self._statistics()
         self._wake_readers()
         self._tell_idle()
         self._attempt(self._runner.close)
+        logger.info("engine closed", extra={"event": "engine_closed"})
         atexit.unregister(self._exit)
 
     def _attempt(self, release: Callable[[], None]) -> None:
@@ -381,7 +391,7 @@ class EngineThread:
         try:
             release()
         except Exception:
-            logger.exception("the engine ended, but could not release everything")
+            logger.warning("the engine ended, but could not release everything", exc_info=True)
 
     def _exit(self) -> None:
         """The process ends: stop between two steps, not inside the model."""
@@ -404,6 +414,7 @@ class EngineThread:
         self._put(request.mailbox, self.end_error())
         self._gate.scheduled()
         self._gate.leave(request.id)
+        request.tell("failed", error=type(self.end_error()).__name__)
 
     def end_error(self) -> EngineBroken | EngineClosed:
         """What a request gets from an engine that has ended."""
@@ -472,6 +483,19 @@ class _Wake:
     def __call__(self) -> None:
         for mailbox in self._mailboxes:
             mailbox.wake()
+
+
+def _tell_failure(request: Request, error: RequestFailed) -> None:
+    name = type(error).__name__
+    request.tell("failed", error=name)
+    # An error without a name of its own quotes a tokenizer, and that may quote the output.
+    reason = name if type(error) is RequestFailed else f"{name}: {error}"
+    logger.warning(
+        "request %s failed by %s",
+        request.id,
+        reason,
+        extra={"event": "request_failed", "request_id": request.id, "error": name},
+    )
 
 
 def _name(choice: OpenChoice) -> str:

@@ -12,11 +12,13 @@ from kvpage.blocks import PoolGeometry, SequenceId
 from kvpage.chat import Chat, Message
 from kvpage.detokenizer import Detokenizer
 from kvpage.errors import RequestError, RequestFailed, RequestTooLong
+from kvpage.events import Event, Facts, Trace, tell
 from kvpage.grammar import Grammars
 from kvpage.guided import LLGuidance
 from kvpage.logits import TokenRules
 from kvpage.prefix import PrefixKeys
 from kvpage.sampling import SamplingParams
+from kvpage.sequence import FinishReason
 from kvpage.sequence import Sequence as EngineSequence
 from kvpage.stop_strings import StopStrings
 from kvpage.stream import Mailbox
@@ -133,7 +135,7 @@ class EngineModel:
             )
         if isinstance(prompt, str):
             return self._text_ids(prompt)
-        if len(prompt) > 0 and isinstance(prompt[0], Mapping):
+        if is_chat(prompt):
             return self._chat_ids(Chat(messages=cast("Sequence[Message]", prompt)))
         return _checked_ids(prompt)
 
@@ -165,6 +167,13 @@ class EngineModel:
             raise RequestError("this engine has no tokenizer: give the prompt as token ids")
 
 
+def is_chat(prompt: Prompt) -> bool:
+    """Is it for the model's chat template?"""
+    if isinstance(prompt, Chat):
+        return True
+    return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+
+
 def _checked_ids(prompt: Sequence[Any]) -> Sequence[Any]:
     for token in prompt:
         if not isinstance(token, (int, np.integer)) or isinstance(token, bool):
@@ -185,6 +194,7 @@ class OpenChoice:
         request: whose it is; set when the request is made.
         first_token_at: when its first token was sampled.
         last_token_at: when its latest token was sampled.
+        finish_reason: how it ended, once it has.
     """
 
     index: int
@@ -193,6 +203,7 @@ class OpenChoice:
     request: "Request" = attrs.field(init=False)
     first_token_at: float | None = None
     last_token_at: float = 0.0
+    finish_reason: FinishReason | None = None
 
 
 @attrs.define(eq=False)
@@ -208,6 +219,7 @@ class Request:
     submitted_at: float
     scheduled_at: float | None = None
     num_ended: int = 0
+    trace: Trace | None = None
 
     def __attrs_post_init__(self) -> None:
         """Let the scheduler's sequences lead back here."""
@@ -219,6 +231,22 @@ class Request:
     def number(self) -> SequenceId:
         """Its first sequence, by which it is cancelled."""
         return self.choices[0].sequence.id
+
+    def tell(self, event: Event, **more: str) -> None:
+        """Log and trace what happens to it; see `kvpage.events`."""
+        tell(self.trace, self.id, event, {**self._facts(), **more})
+
+    def _facts(self) -> Facts:
+        sequences = [choice.sequence for choice in self.choices]
+        prompt_tokens = sequences[0].prompt_tokens
+        reasons = [choice.finish_reason for choice in self.choices]
+        return {
+            "prompt_tokens": prompt_tokens,
+            "output_tokens": sum(len(s.tokens) - prompt_tokens for s in sequences),
+            "cached_tokens": sequences[0].cached_tokens,
+            "preemptions": sum(s.num_preemptions for s in sequences),
+            "finish_reasons": [reason for reason in reasons if reason is not None],
+        }
 
 
 def prepare(

@@ -38,11 +38,13 @@ class Schedule:
             those sequences may have others, which end first.
         admitted: sequences that entered the batch, for the first time or again.
         failures: sequences that are over, each with what it ended by.
+        preempted: sequences that lost their blocks.
     """
 
     plan: StepPlan | None
     admitted: tuple[Sequence, ...]
     failures: tuple[tuple[Sequence, RequestFailed], ...]
+    preempted: tuple[Sequence, ...]
 
 
 @attrs.frozen(eq=False)
@@ -121,6 +123,7 @@ class Scheduler:
         self._rows: npt.NDArray[np.int64] = np.empty(0, np.int64)  # of _running, in its order
         self._admitted: list[Sequence] = []
         self._failures: list[tuple[Sequence, RequestFailed]] = []
+        self._preempted: list[Sequence] = []
 
     @property
     def num_waiting(self) -> int:
@@ -161,8 +164,10 @@ class Scheduler:
         if self.num_preemptions == preempted:  # who was preempted must not come back at once
             self._admit_waiting()
         plan = self._plan() if self._running and not self._failures else None
-        schedule = Schedule(plan, tuple(self._admitted), tuple(self._failures))
-        self._admitted, self._failures = [], []
+        schedule = Schedule(
+            plan, tuple(self._admitted), tuple(self._failures), tuple(self._preempted)
+        )
+        self._admitted, self._failures, self._preempted = [], [], []
         return schedule
 
     def update(self, plan: StepPlan, result: StepResult) -> StepOutcome:
@@ -280,6 +285,7 @@ class Scheduler:
     def _requeue(self, sequence: Sequence) -> None:
         self.num_preemptions += 1
         sequence.num_preemptions += 1
+        self._preempted.append(sequence)
         self._leave_batch(sequence, SequenceState.WAITING)
         self.add(sequence)
 
