@@ -10,7 +10,7 @@ from typing import Any
 import anyio
 import pytest
 
-from kvpage import SamplingParams, TokenStream
+from kvpage import RequestTooLong, SamplingParams, TokenStream
 from kvpage.admission import post_to_current_loop
 from kvpage.allocators.contiguous import ContiguousAllocator
 from kvpage.allocators.dynamic import DynamicAllocator
@@ -135,6 +135,24 @@ def test_leaving_before_the_first_await_is_free(backend: str) -> None:
             await stream.aclose()
             assert [token async for token in stream] == []
             at.engine.generate([1, 2], request_id=LEFT)
+            await check_nothing_left(at.engine, LEFT)
+            assert at.engine.stats().requests_cancelled == 0
+
+    anyio.run(main, backend=backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_leaving_what_was_refused_is_a_no_op(backend: str) -> None:
+    """A request that the engine never knew of cannot be cancelled, however often."""
+
+    async def main() -> None:
+        async with scene() as at:
+            stream = at.engine.generate([1] * 1000, request_id=LEFT)
+            with pytest.raises(RequestTooLong):
+                await anext(stream)
+            await stream.aclose()
+            await stream.aclose()
+            del stream
             await check_nothing_left(at.engine, LEFT)
             assert at.engine.stats().requests_cancelled == 0
 

@@ -9,12 +9,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import anyio
-import pytest
 
 from kvpage import AsyncEngine, SamplingParams, TokenStream
 from kvpage.testing import undisturbed
 from tests.engine.conftest import Run
-from tests.engine.runners import GEOMETRY, PATIENCE_S, CharacterTokenizer, GatedRunner
+from tests.engine.runners import GEOMETRY, PATIENCE_S, GatedRunner
 from tests.engine.scenes import BACKENDS, check_generates, engine_threads, fake_engine, scene
 
 
@@ -204,26 +203,3 @@ def test_leaving_leaves_no_asyncio_task() -> None:
             assert asyncio.all_tasks() == {asyncio.current_task()}
 
     asyncio.run(main())
-
-
-@pytest.mark.slow
-def test_chaos(run: Run) -> None:
-    """Hundreds of tasks that start, read and leave at random, in a queue and a pool too small."""
-    rng = random.Random(1)
-
-    async def visit(engine: AsyncEngine) -> None:
-        for _ in range(40):
-            await rng.choice(WAYS)(engine)
-
-    async def main() -> None:
-        engine = fake_engine(tokenizer=CharacterTokenizer(), max_num_seqs=5, max_waiting=7)
-        async with engine:
-            async with anyio.create_task_group() as tasks:
-                for _ in range(50):
-                    tasks.start_soon(visit, engine)
-            gc.collect()
-            await engine.idle()
-            assert engine.stats().pool.used_blocks == 0
-            await check_generates(engine)
-
-    run(main)

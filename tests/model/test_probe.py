@@ -304,6 +304,8 @@ def test_all_end_tokens_are_known() -> None:
     assert share_model(model).eos_token_ids == ()
     model.generation_config.eos_token_id = [5, 7]
     assert share_model(model).eos_token_ids == (5, 7)
+    model.config.eos_token_id = 3  # what the generation configuration says goes first
+    assert share_model(model).eos_token_ids == (5, 7)
     within = family_model("gemma3")
     within.config.eos_token_id = None
     within.config.text_config.eos_token_id = 9
