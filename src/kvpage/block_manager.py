@@ -22,7 +22,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvpage.allocators.base import Allocator, Grant, Trimmable
+from kvpage.allocators.base import Allocator, Grant, Slidable, Trimmable
 from kvpage.blocks import BlockId, Extent, PoolGeometry, PoolStatistics, SequenceId
 from kvpage.errors import AllocatorFault, LedgerError, OutOfBlocks
 from kvpage.latencies import BlockLifetimes
@@ -39,10 +39,22 @@ _Answer = TypeVar("_Answer")
 
 @attrs.define(eq=False)
 class _Holding:
-    """The blocks of one live sequence, in table order."""
+    """The blocks of one live sequence, in table order.
+
+    Attributes:
+        row: its row of the table.
+        blocks: what it holds.
+        first: index in the table of the first of these; a window has left those before behind.
+    """
 
     row: int
     blocks: list[BlockId]
+    first: int = 0
+
+    @property
+    def end(self) -> int:
+        """Entries of the table, those left behind included."""
+        return self.first + len(self.blocks)
 
 
 class BlockManager:
@@ -52,7 +64,12 @@ class BlockManager:
         geometry: the pool.
         tables: `int32[max_num_seqs, W]`: row `r` lists the blocks of the sequence that lives in
             row `r`; W covers `max_model_len`. Read-only for everyone else.
-        capacity_tokens: `int64[max_num_seqs]`: tokens that the blocks of row `r` have room for.
+        capacity_tokens: `int64[max_num_seqs]`: tokens that the blocks of row `r` have room for,
+            counted from the start of the sequence.
+        first_blocks: `int64[max_num_seqs]`: index in row `r` of the first block that it holds; the
+            entries before are -1.
+        window: a token attends to itself and the `window - 1` tokens before it, in every layer;
+            what is behind is given back. 0: to all, or the strategy does not share.
     """
 
     def __init__(
@@ -63,6 +80,7 @@ class BlockManager:
         max_num_seqs: int,
         name: str = "custom",
         prefix_cache: bool = False,
+        window: int = 0,
         lifetimes: BlockLifetimes | None = None,
     ) -> None:
         """Start with every block free.
@@ -73,6 +91,7 @@ class BlockManager:
             max_num_seqs: rows of the block table.
             name: the allocator's name, for messages.
             prefix_cache: keep full blocks of finished sequences for reuse; needs `sharing`.
+            window: how many tokens every layer attends to, itself included; 0 for all.
             lifetimes: is told of every grant and return.
         """
         self.geometry = geometry
@@ -80,6 +99,8 @@ class BlockManager:
             (max_num_seqs, geometry.blocks_for(geometry.max_model_len)), -1, np.int32
         )
         self.capacity_tokens: npt.NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
+        self.first_blocks: npt.NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
+        self.window = window if allocator.sharing else 0
         self.prefix_cache = prefix_cache and allocator.sharing
         self._allocator = allocator
         self._name = name
@@ -103,12 +124,16 @@ class BlockManager:
         return self._num_free + len(self._cached)
 
     def blocks_of(self, seq: SequenceId) -> tuple[BlockId, ...]:
-        """The blocks that `seq` holds, in table order."""
+        """The blocks that `seq` holds, in table order, from `first_blocks` of its row on."""
         return tuple(self._holdings[seq].blocks)
 
     def contents_of(self, seq: SequenceId, num_tokens: int) -> tuple[BlockId, ...]:
-        """Where the first `num_tokens` tokens of `seq` are until the next step makes its copies."""
-        blocks = self._holdings[seq].blocks[: self.geometry.blocks_for(num_tokens)]
+        """Where the first `num_tokens` tokens of `seq` are until the next step makes its copies.
+
+        Starts like `blocks_of`.
+        """
+        holding = self._holdings[seq]
+        blocks = holding.blocks[: self.geometry.blocks_for(num_tokens) - holding.first]
         return tuple(self._copies.get(block, block) for block in blocks)
 
     @property
@@ -116,9 +141,22 @@ class BlockManager:
         """Blocks that are kept for reuse, the least recently used first."""
         return tuple(self._cached)
 
-    def num_held(self, prefix: Sequence[BlockKey]) -> int:
-        """How many blocks an admission with this prefix would share with running sequences."""
-        return sum(self._references[block] > FREE for block in self._match(prefix))
+    def first_needed(self, num_computed: int) -> int:
+        """Index in the table of the first block that tokens from `num_computed` on attend to."""
+        if not self.window:
+            return 0
+        return max(0, num_computed - self.window + 1) // self.geometry.block_size
+
+    def num_cached_tokens(self, prefix: Sequence[BlockKey]) -> int:
+        """How many leading tokens of a sequence with this prefix could be shared."""
+        return len(self._match(prefix)) * self.geometry.block_size
+
+    def num_taken(self, num_tokens: int, prefix: Sequence[BlockKey], num_computed: int) -> int:
+        """How many `available_blocks` such an admission would take; arguments as for `admit`."""
+        matched = self._match(prefix)
+        first = self.first_needed(max(num_computed, len(matched) * self.geometry.block_size))
+        held = sum(self._references[block] > FREE for block in matched[first:])
+        return self.geometry.blocks_for(num_tokens) - first - held
 
     def admit(
         self,
@@ -128,8 +166,11 @@ class BlockManager:
         *,
         max_tokens: int,
         prefix: Sequence[BlockKey] = (),
+        num_computed: int = 0,
     ) -> int:
         """Start `seq` in table row `row` with room for `num_tokens` tokens.
+
+        Blocks that its next token does not attend to any more are neither granted nor shared.
 
         Args:
             seq: an id that is not live.
@@ -137,18 +178,21 @@ class BlockManager:
             num_tokens: tokens that need room now.
             max_tokens: the sequence never grows beyond this.
             prefix: keys of the sequence's leading full blocks; those found in the cache are shared.
+            num_computed: tokens that will have K and V without being computed: from swap space.
 
         Returns:
-            How many leading tokens have K and V already: a multiple of `block_size`, below
-            `num_tokens`, since at least one token must be computed to have logits.
+            How many leading tokens the cache has: a multiple of `block_size`, below `num_tokens`,
+            since at least one token must be computed to have logits.
 
         Raises:
             OutOfBlocks: not now; nothing has changed.
             AllocatorFault: the allocator raised or its answer breaks the contract.
         """
         shared = self._match(prefix[: (num_tokens - 1) // self.geometry.block_size])
-        self._start(seq, row, num_tokens, max_tokens, shared)
-        return len(shared) * self.geometry.block_size
+        shared_tokens = len(shared) * self.geometry.block_size
+        first = self.first_needed(max(num_computed, shared_tokens))
+        self._start(seq, _Holding(row, shared[first:], first), num_tokens, max_tokens)
+        return shared_tokens
 
     def fork(
         self, parent: SequenceId, seq: SequenceId, row: int, num_tokens: int, *, max_tokens: int
@@ -159,7 +203,8 @@ class BlockManager:
         of it before the next step (copy-on-write, done at once since the write is certain).
 
         Args:
-            parent: a live sequence that begins with these tokens, all but the last computed.
+            parent: a live sequence that begins with these tokens, all but the last computed, and
+                that still holds what the last attends to.
             seq: an id that is not live.
             row: a free row of `tables`.
             num_tokens: tokens that need room now.
@@ -173,23 +218,19 @@ class BlockManager:
             AllocatorFault: the allocator raised or its answer breaks the contract.
         """
         num_shared, partly = divmod(num_tokens - 1, self.geometry.block_size)
-        of_parent = self._holdings[parent].blocks
-        holding = self._start(seq, row, num_tokens, max_tokens, of_parent[:num_shared])
+        of_parent, first = self._holdings[parent], self.first_needed(num_tokens - 1)
+        shared = of_parent.blocks[first - of_parent.first : num_shared - of_parent.first]
+        holding = _Holding(row, shared, first)
+        self._start(seq, holding, num_tokens, max_tokens)
         if partly:
-            source = of_parent[num_shared]
-            self._copies[holding.blocks[num_shared]] = self._copies.get(source, source)
+            source = of_parent.blocks[num_shared - of_parent.first]
+            self._copies[holding.blocks[num_shared - first]] = self._copies.get(source, source)
         return num_tokens - 1
 
-    def _start(
-        self,
-        seq: SequenceId,
-        row: int,
-        num_tokens: int,
-        max_tokens: int,
-        shared: Sequence[BlockId],
-    ) -> _Holding:
-        """Enter a sequence whose first blocks are `shared`, which are full."""
-        shared_tokens = len(shared) * self.geometry.block_size
+    def _start(self, seq: SequenceId, holding: _Holding, num_tokens: int, max_tokens: int) -> None:
+        """Enter a sequence; what it holds so far is full, and shared with others."""
+        shared = list(holding.blocks)
+        shared_tokens = holding.end * self.geometry.block_size
         self._hold(shared)
         try:
             grant = self._ask(
@@ -198,16 +239,15 @@ class BlockManager:
                     seq, num_tokens, max_tokens=max_tokens, shared_tokens=shared_tokens
                 ),
             )
-            holding = _Holding(row, list(shared))
             self._accept(seq, holding, grant, num_tokens)
         except BaseException as error:
             self._drop(shared)
             if isinstance(error, AllocatorFault):
                 self._tell_finish(seq)
             raise
-        self._write_table(holding, 0)
+        self._write_table(holding, holding.first)
+        self.first_blocks[holding.row] = holding.first
         self._holdings[seq] = holding
-        return holding
 
     def extend(self, seq: SequenceId, num_tokens: int) -> None:
         """Make room for `num_tokens` tokens of `seq` in all.
@@ -218,10 +258,25 @@ class BlockManager:
                 holds what it held; release it.
         """
         holding = self._holdings[seq]
-        held = len(holding.blocks)
+        end = holding.end
         grant = self._ask("extend", lambda: self._allocator.extend(seq, num_tokens))
         self._accept(seq, holding, grant, num_tokens)
-        self._write_table(holding, held)
+        self._write_table(holding, end)
+
+    def slide(self, seq: SequenceId, num_computed: int) -> None:
+        """Give back the blocks of `seq` that tokens from `num_computed` on do not attend to."""
+        holding = self._holdings[seq]
+        first = self.first_needed(num_computed)
+        behind = holding.blocks[: max(0, first - holding.first)]
+        if not behind:
+            return
+        self.tables[holding.row, holding.first : first] = -1
+        del holding.blocks[: len(behind)]
+        holding.first = self.first_blocks[holding.row] = first
+        if isinstance(self._allocator, Slidable):
+            allocator = self._allocator
+            self._tell("slide", lambda: allocator.slide(seq, first * self.geometry.block_size))
+        self._drop(behind)
 
     def release(self, seq: SequenceId) -> None:
         """`seq` is over (finished, cancelled, preempted): its blocks are free, or cached.
@@ -231,7 +286,7 @@ class BlockManager:
         """
         holding = self._holdings.pop(seq)
         self.tables[holding.row] = -1
-        self.capacity_tokens[holding.row] = 0
+        self.capacity_tokens[holding.row] = self.first_blocks[holding.row] = 0
         self._drop(holding.blocks)
         self._tell_finish(seq)
 
@@ -249,7 +304,7 @@ class BlockManager:
         before = self._num_free
         for seq, holding in self._holdings.items():
             keep = self.geometry.blocks_for(int(num_tokens[holding.row]))
-            if len(holding.blocks) > keep:
+            if holding.end > keep:
                 self._trim_one(self._allocator, seq, holding, keep)
         return self._num_free - before
 
@@ -261,7 +316,8 @@ class BlockManager:
             keys: one key for each of its blocks `first, first + 1, ...`.
             first: index in the sequence's table.
         """
-        blocks = self._holdings[seq].blocks[first : first + len(keys)]
+        holding = self._holdings[seq]
+        blocks = holding.blocks[first - holding.first :][: len(keys)]
         for block, key in zip(blocks, keys, strict=True):
             if key.digest not in self._published and block not in self._keys:
                 self._published[key.digest] = block
@@ -316,8 +372,9 @@ class BlockManager:
         for seq, holding in self._holdings.items():
             for block in holding.blocks:
                 counted[block] += 1
-            width = min(len(holding.blocks), self.tables.shape[1])
-            if self.tables[holding.row, :width].tolist() != holding.blocks[:width]:
+            expected = [-1] * holding.first + holding.blocks
+            width = min(holding.end, self.tables.shape[1])
+            if self.tables[holding.row, :width].tolist() != expected[:width]:
                 yield f"row {holding.row} does not list the blocks of sequence {seq}"
         for block in self._cached:
             if counted[block] != FREE:
@@ -464,7 +521,7 @@ class BlockManager:
         sources = [source for source, _ in grant.moves]
         if sources and len(set(sources) & set(holding.blocks)) < len(sources):
             return f"moved blocks {sources}, not all of them blocks of the sequence"
-        room = (len(holding.blocks) + len(blocks)) * self.geometry.block_size
+        room = (holding.end + len(blocks)) * self.geometry.block_size
         if room < num_tokens:
             return f"made room for {room} tokens where {num_tokens} were asked"
         return None
@@ -482,7 +539,7 @@ class BlockManager:
         self._num_free -= len(blocks)
         self._note_grant(blocks)
         holding.blocks.extend(blocks)
-        self.capacity_tokens[holding.row] = len(holding.blocks) * self.geometry.block_size
+        self.capacity_tokens[holding.row] = holding.end * self.geometry.block_size
 
     def _note_grant(self, blocks: Sequence[BlockId]) -> None:
         if self._lifetimes is not None:
@@ -493,12 +550,12 @@ class BlockManager:
             self._lifetimes.returned(blocks)
 
     def _write_table(self, holding: _Holding, first: int) -> None:
-        """Enter the blocks `first, first + 1, ...` of a holding in its row.
+        """Enter the blocks of a holding in its row, from index `first` of the table on.
 
         A strategy may grant beyond `max_model_len` (rounding up); such blocks have no entry.
         """
         row = self.tables[holding.row]
-        entries = holding.blocks[first : len(row)]
+        entries = holding.blocks[first - holding.first : len(row) - holding.first]
         row[first : first + len(entries)] = entries
 
     def _move(self, holding: _Holding, moves: Sequence[tuple[BlockId, BlockId]]) -> None:
@@ -506,8 +563,9 @@ class BlockManager:
         for source, to in moves:
             index = holding.blocks.index(source)
             holding.blocks[index] = to
-            if index < self.tables.shape[1]:
-                self.tables[holding.row, index] = to
+            entry = holding.first + index
+            if entry < self.tables.shape[1]:
+                self.tables[holding.row, entry] = to
             self._references[to] = 1
             self._num_free -= 1
             self._note_grant([to])
@@ -531,7 +589,7 @@ class BlockManager:
             logger.warning("allocator %r raised in trim", self._name, exc_info=True)
             return
         tail = holding.blocks[len(holding.blocks) - len(blocks) :]
-        if blocks != sorted(tail) or len(holding.blocks) - len(blocks) < keep:
+        if blocks != sorted(tail) or holding.end - len(blocks) < keep:
             logger.warning(
                 "allocator %r trimmed blocks that are not a tail: %s", self._name, blocks
             )
@@ -547,5 +605,5 @@ class BlockManager:
         self._note_return(holding.blocks[-num_blocks:])
         del holding.blocks[-num_blocks:]
         self._num_free += num_blocks
-        self.tables[holding.row, len(holding.blocks) :] = -1
-        self.capacity_tokens[holding.row] = len(holding.blocks) * self.geometry.block_size
+        self.tables[holding.row, holding.end :] = -1
+        self.capacity_tokens[holding.row] = holding.end * self.geometry.block_size

@@ -64,6 +64,10 @@ class PoolGeometry:
         """How many blocks hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
+    def blocks_for_window(self, window: int) -> int:
+        """In how many blocks any `window` adjacent tokens of a sequence may lie."""
+        return self.blocks_for(window - 1) + 1
+
 
 @attrs.frozen
 class AllocatorStatistics:

@@ -23,7 +23,7 @@ from kvpage.plan import PromptScores, StepPlan, StepResult
 from kvpage.prefix import BlockKey
 from kvpage.sampling import Logprobs
 from kvpage.sequence import FinishReason, Sequence, SequenceState
-from kvpage.swap import Swapped, SwapSpace
+from kvpage.swap import SwapSpace
 
 WATERMARK = 0.01
 """Share of the pool that an admission leaves free while others run, so that these can grow."""
@@ -117,6 +117,7 @@ class Scheduler:
         self._batch = batch
         self._max_batch_tokens = max_batch_tokens
         self.swap = swap or SwapSpace(0)
+        self._span = _span_tokens(blocks, max_batch_tokens)
         self._watermark_blocks = int(np.ceil(WATERMARK * blocks.geometry.num_blocks))
         self._waiting: list[Sequence] = []  # sorted, the most urgent first
         self._running: list[Sequence] = []  # sorted, the most urgent first
@@ -141,10 +142,10 @@ class Scheduler:
 
     def cancel(self, sequence: Sequence) -> None:
         """End a sequence wherever it is; its blocks are free at once. Again is a no-op."""
+        self.swap.drop(sequence.id)
         if sequence.state is SequenceState.WAITING:
             if sequence in self._waiting:  # or it was never added
                 self._waiting.remove(sequence)
-            self.swap.drop(sequence.id)
             sequence.state = SequenceState.FINISHED
         elif sequence.state is SequenceState.RUNNING:
             self._leave_batch(sequence, SequenceState.FINISHED)
@@ -160,6 +161,8 @@ class Scheduler:
         Preempts the least urgent sequences where room for a more urgent one is missing.
         """
         preempted = self.num_preemptions
+        if self._blocks.window:
+            self._slide()
         self._grow()
         if self.num_preemptions == preempted:  # who was preempted must not come back at once
             self._admit_waiting()
@@ -213,9 +216,10 @@ class Scheduler:
 
     def block_tables(self) -> list[tuple[Sequence, tuple[BlockId, ...], int]]:
         """Of each running sequence: its blocks, and how many tokens have K and V in them."""
-        computed = self._batch.num_computed
+        behind = self._blocks.first_blocks * self._blocks.geometry.block_size
+        held_tokens = self._batch.num_computed - behind
         return [
-            (sequence, self._blocks.blocks_of(sequence.id), int(computed[sequence.row]))
+            (sequence, self._blocks.blocks_of(sequence.id), int(held_tokens[sequence.row]))
             for sequence in self._running
         ]
 
@@ -239,23 +243,51 @@ class Scheduler:
 
     # -- room ----------------------------------------------------------------------------------
 
+    def _slide(self) -> None:
+        """Give back what sliding windows have left behind."""
+        rows, blocks = self._rows, self._blocks
+        computed = self._batch.num_computed[rows]
+        first_seen = np.maximum(computed - blocks.window + 1, 0)
+        behind = first_seen // blocks.geometry.block_size > blocks.first_blocks[rows]
+        for i in np.flatnonzero(behind).tolist():
+            blocks.slide(self._running[i].id, int(computed[i]))
+
+    def _room(
+        self, num_tokens: npt.NDArray[np.int64], num_computed: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.int64]:
+        """For how many tokens sequences need room now: all that are known.
+
+        Under a sliding window, no more of a prompt than the window and what one step computes: what
+        is behind is given back before the next chunk. This much at once and from the start, for the
+        reason that `docs/decisions/003-room-for-the-whole-prompt.md` gives.
+        """
+        if not self._blocks.window:
+            return num_tokens
+        block_size = self._blocks.geometry.block_size
+        first = np.maximum(num_computed - self._blocks.window + 1, 0) // block_size * block_size
+        room: npt.NDArray[np.int64] = np.maximum(first + self._span, num_computed + 1)
+        return np.minimum(num_tokens, room)
+
     def _grow(self) -> None:
-        """Find room for every known token of the running sequences, the most urgent first."""
-        rows = self._rows
-        short = self._batch.num_tokens[rows] > self._blocks.capacity_tokens[rows]
+        """Find room for what the running sequences compute next, the most urgent first."""
+        rows, batch = self._rows, self._batch
+        room = self._room(batch.num_tokens[rows], batch.num_computed[rows])
+        short = room > self._blocks.capacity_tokens[rows]
         for sequence in [self._running[i] for i in np.flatnonzero(short).tolist()]:
             if sequence.state is SequenceState.RUNNING:  # not preempted for an earlier one
                 self._grow_one(sequence)
 
     def _grow_one(self, sequence: Sequence) -> None:
         """Trim, then preempt, until `sequence` has room; it may be the one to go."""
+        batch = self._batch
         while sequence.state is SequenceState.RUNNING:
-            num_tokens = int(self._batch.num_tokens[sequence.row])
+            room = self._room(batch.num_tokens, batch.num_computed)
+            num_tokens = int(room[sequence.row])
             try:
                 self._blocks.extend(sequence.id, num_tokens)
                 return
             except OutOfBlocks as signal:
-                if self._blocks.trim(self._batch.num_tokens):
+                if self._blocks.trim(room):
                     continue
                 if self._running == [sequence]:
                     self._fail(sequence, _outgrew(num_tokens, signal, self._blocks))
@@ -275,10 +307,12 @@ class Scheduler:
 
     def _swap_out(self, sequence: Sequence, computed: int) -> bool:
         blocks = self._blocks.contents_of(sequence.id, computed)
-        return self.swap.put(sequence.id, blocks, first_block=0, num_tokens=computed)
+        first_block = int(self._blocks.first_blocks[sequence.row])
+        return self.swap.put(sequence.id, blocks, first_block=first_block, num_tokens=computed)
 
     def _recompute(self, sequence: Sequence) -> None:
         """Take a sequence's blocks; its K and V are lost."""
+        self.swap.drop(sequence.id)
         self.recomputed_tokens += int(self._batch.num_computed[sequence.row])
         self._requeue(sequence)
 
@@ -339,39 +373,57 @@ class Scheduler:
 
     def _place(self, sequence: Sequence, row: int) -> int:
         """Give the head of the queue blocks, shared ones where it can; returns tokens computed."""
-        num_tokens, max_tokens = len(sequence.tokens), sequence.max_total_tokens
         parent, kept = sequence.fork_of, self.swap.get(sequence.id)
         if kept is None and parent is not None and self._can_fork(parent, sequence):
-            self._keep_watermark(num_tokens, (num_tokens - 1) // self._blocks.geometry.block_size)
-            return self._blocks.fork(parent.id, sequence.id, row, num_tokens, max_tokens=max_tokens)
-        prefix = self._prefix(sequence)
-        self._keep_watermark(num_tokens, self._blocks.num_held(prefix))
-        shared = self._blocks.admit(
-            sequence.id, row, num_tokens, max_tokens=max_tokens, prefix=prefix
+            return self._fork(parent, sequence, row)
+        blocks, prefix = self._blocks, self._prefix(sequence)
+        swapped = 0 if kept is None else kept.num_tokens
+        computed = max(swapped, blocks.num_cached_tokens(prefix))
+        num_tokens = int(self._room(np.array([len(sequence.tokens)]), np.array([computed]))[0])
+        self._keep_watermark(blocks.num_taken(num_tokens, prefix, swapped))
+        shared = blocks.admit(
+            sequence.id,
+            row,
+            num_tokens,
+            max_tokens=sequence.max_total_tokens,
+            prefix=prefix,
+            num_computed=swapped,
         )
-        return shared if kept is None else self._swap_in(sequence, kept, shared)
+        if kept is not None:
+            self._swap_in(sequence, row, shared)
+        return max(shared, swapped)
 
-    def _swap_in(self, sequence: Sequence, kept: Swapped, shared: int) -> int:
-        """Fill what comes after the `shared` tokens from host memory; returns tokens computed."""
-        first_block = shared // self._blocks.geometry.block_size
-        blocks = self._blocks.blocks_of(sequence.id)
-        self.swap.restore(sequence.id, first_block, blocks[first_block:])
-        return max(shared, kept.num_tokens)
+    def _fork(self, parent: Sequence, sequence: Sequence, row: int) -> int:
+        """Start a sequence with the blocks of its parent; returns tokens computed."""
+        num_tokens, geometry = len(sequence.tokens), self._blocks.geometry
+        num_shared = (num_tokens - 1) // geometry.block_size
+        self._keep_watermark(geometry.blocks_for(num_tokens) - num_shared)
+        return self._blocks.fork(
+            parent.id, sequence.id, row, num_tokens, max_tokens=sequence.max_total_tokens
+        )
 
-    def _keep_watermark(self, num_tokens: int, num_held: int) -> None:
-        """Refuse room that those who run may need; `num_held` of the blocks are theirs anyway."""
-        needed = self._blocks.geometry.blocks_for(num_tokens) - num_held + self._watermark_blocks
-        available = self._blocks.available_blocks
+    def _swap_in(self, sequence: Sequence, row: int, shared: int) -> None:
+        """Fill what comes after the `shared` tokens from host memory."""
+        first_held = int(self._blocks.first_blocks[row])
+        first_block = max(first_held, shared // self._blocks.geometry.block_size)
+        blocks = self._blocks.blocks_of(sequence.id)[first_block - first_held :]
+        self.swap.restore(sequence.id, first_block, blocks)
+
+    def _keep_watermark(self, num_blocks: int) -> None:
+        """Refuse an admission that takes `num_blocks` which those who run may need."""
+        needed, available = num_blocks + self._watermark_blocks, self._blocks.available_blocks
         if self._running and needed > available:
             raise OutOfBlocks(needed, available)
 
     def _can_fork(self, parent: Sequence, sequence: Sequence) -> bool:
         """Does `parent` hold K and V of the prompt, and has `sequence` not gone its own way yet?"""
+        first = self._blocks.first_needed(sequence.prompt_tokens - 1)
         return (
             self._blocks.sharing
             and parent.state is SequenceState.RUNNING
             and len(sequence.tokens) == sequence.prompt_tokens
             and self._batch.num_computed[parent.row] >= sequence.prompt_tokens - 1
+            and bool(self._blocks.first_blocks[parent.row] <= first)
         )
 
     def _prefix(self, sequence: Sequence) -> list[BlockKey]:
@@ -464,7 +516,9 @@ class Scheduler:
 
     def _spend_budget(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Rows of this step and their query lengths: decodes first, then chunks, in urgency."""
-        pending = self._batch.num_tokens[self._rows] - self._batch.num_computed[self._rows]
+        rows = self._rows
+        known = np.minimum(self._batch.num_tokens[rows], self._blocks.capacity_tokens[rows])
+        pending = known - self._batch.num_computed[rows]
         decodes = self._rows[pending == 1][: self._max_batch_tokens]
         budget = self._max_batch_tokens - len(decodes)
         if len(decodes) == len(self._rows) or budget == 0:
@@ -477,6 +531,16 @@ class Scheduler:
             np.concatenate([decodes, prefills[served]]),
             np.concatenate([np.ones(len(decodes), np.int64), chunks[served]]),
         )
+
+
+def _span_tokens(blocks: BlockManager, max_batch_tokens: int) -> int:
+    """Room that a prompt under a sliding window needs to be computed without a stop.
+
+    The window, what one step computes, and what is held before it of the first block; at most the
+    whole pool.
+    """
+    geometry = blocks.geometry
+    return min(geometry.num_slots, blocks.window + max_batch_tokens + geometry.block_size)
 
 
 def _urgency(sequence: Sequence) -> tuple[int, int]:

@@ -80,14 +80,16 @@ class SwapSpace:
         """Keep a sequence: its blocks are copied before the next step does anything else.
 
         Args:
-            seq: a sequence of which nothing is kept.
+            seq: a sequence that is not kept.
             blocks: where its content is now; these may be granted to others at once.
             first_block: index in its block table of the first of them.
             num_tokens: how many of its tokens have K and V.
 
         Returns:
-            False if there is no room: nothing has changed.
+            False if there is no room, or if it has not come back yet: nothing has changed.
         """
+        if seq in self._ins:
+            return False
         if len(blocks) > len(self._free):
             self.num_full += 1
             return False
@@ -117,7 +119,8 @@ class SwapSpace:
                 self._ins.pop(block, None)
 
     def drop(self, seq: SequenceId) -> None:
-        """Forget what is kept of `seq`, if anything is."""
+        """Forget what is kept of `seq`, or on its way back, if anything is."""
+        self._ins.pop(seq, None)
         kept = self._kept.pop(seq, None)
         if kept is not None:
             for block in kept.blocks:

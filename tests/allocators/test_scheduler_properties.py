@@ -54,6 +54,7 @@ class Service:
         max_batch_tokens: int,
         prefix_cache: bool,
         swap_blocks: int = 0,
+        window: int = 0,
     ) -> None:
         self.geometry = geometry
         self.outputs: dict[SequenceId, list[int]] = {}
@@ -63,13 +64,17 @@ class Service:
         self.computed_tokens = 0
         self.sound = True  # did the last step end well?
         self.blocks = BlockManager(
-            geometry, factory(geometry), max_num_seqs=max_num_seqs, prefix_cache=prefix_cache
+            geometry,
+            factory(geometry),
+            max_num_seqs=max_num_seqs,
+            prefix_cache=prefix_cache,
+            window=window,
         )
         batch = RunningBatch(max_num_seqs, geometry.max_model_len)
         self.scheduler = Scheduler(
             self.blocks, batch, max_batch_tokens=max_batch_tokens, swap=SwapSpace(swap_blocks)
         )
-        self._runner = FakeRunner(geometry, known_tokens=batch.tokens)
+        self._runner = FakeRunner(geometry, known_tokens=batch.tokens, window=window)
         self._ids = map(SequenceId, count())
 
     @property
@@ -155,6 +160,7 @@ class History(RuleBasedStateMachine):
         max_batch_tokens=st.sampled_from(BUDGETS),
         prefix_cache=st.sampled_from((True, False)),
         swap_blocks=st.sampled_from((0, 200, 8)),
+        window=st.sampled_from((0, 0, 8, 1, 30)),
     )
     def build(
         self,
@@ -164,6 +170,7 @@ class History(RuleBasedStateMachine):
         max_batch_tokens: int,
         prefix_cache: bool,
         swap_blocks: int,
+        window: int,
     ) -> None:
         """A pool that a few requests fill."""
         self._service = Service(
@@ -173,7 +180,9 @@ class History(RuleBasedStateMachine):
             max_batch_tokens=max_batch_tokens,
             prefix_cache=prefix_cache,
             swap_blocks=swap_blocks,
+            window=window,
         )
+        self._window = window
 
     @rule(
         # Prompts of few different beginnings, so that prefixes are found in the cache.
@@ -244,6 +253,7 @@ class History(RuleBasedStateMachine):
             prompt,
             sequence.max_total_tokens - len(prompt),
             stop_token_ids=sequence.stop_token_ids,
+            window=self._window,
         )
         error = self._service.failures.get(seq)
         if error is None and seq not in self._cancelled:
@@ -252,6 +262,9 @@ class History(RuleBasedStateMachine):
         assert output == alone[: len(output)]
         if error is not None and not isinstance(error, StepFailed):
             assert isinstance(error, OutgrewPool)
+            geometry = self._service.geometry
+            if self._service.blocks.window:
+                assert geometry.blocks_for_window(self._window) > geometry.num_blocks
             assert len(prompt) + len(output) > self._service.geometry.num_slots
 
 

@@ -73,6 +73,18 @@ def test_what_is_dropped_is_not_copied() -> None:
     assert swap.take()[0].tolist() == [[7, 0]]
 
 
+def test_who_leaves_on_the_way_back_is_not_copied() -> None:
+    """Its new blocks may be somebody else's by now."""
+    swap = SwapSpace(3)
+    swap.put(FIRST, BLOCKS, first_block=0, num_tokens=11)
+    swap.take()
+    swap.restore(FIRST, 0, BLOCKS)
+    assert not swap.put(FIRST, BLOCKS, first_block=0, num_tokens=11)
+    swap.drop(FIRST)
+    assert swap.take()[1].tolist() == []
+    assert swap.used_blocks == 0
+
+
 def test_a_host_block_is_not_written_before_it_was_read() -> None:
     """What comes back leaves its host blocks when that copy is certain, not before."""
     swap = SwapSpace(3)

@@ -43,7 +43,12 @@ class Allocator(Protocol):
 
     @property
     def sharing(self) -> bool:
-        """May a block be held by several sequences, or outlive the sequence it was granted to?"""
+        """Do blocks come and go one by one?
+
+        If so, a block may be held by several sequences, outlive the sequence that it was granted
+        to, and come back while that one lives, when a sliding window has left it behind. If not, a
+        sequence keeps all that it was granted until it is over.
+        """
         ...
 
     def admit(
@@ -56,7 +61,8 @@ class Allocator(Protocol):
             num_tokens: tokens that need room now, at least 1.
             max_tokens: the sequence never grows beyond this, `>= num_tokens`.
             shared_tokens: the first so many tokens (a multiple of `block_size`, below
-                `num_tokens`) have blocks already; grant room for the rest only. 0 unless `sharing`.
+                `num_tokens`) have blocks already, or need none any more; grant room for the rest
+                only. 0 unless `sharing`.
 
         Raises:
             OutOfBlocks: not now; `seq` is not live.
@@ -72,7 +78,10 @@ class Allocator(Protocol):
         ...
 
     def free(self, blocks: Iterable[BlockId]) -> None:
-        """Take back blocks that nobody holds any more: any subset of grants, in any order."""
+        """Take back blocks that nobody holds any more: any subset of grants, in any order.
+
+        Where the strategy shares, these may be early blocks of a sequence that lives on.
+        """
         ...
 
     def finish(self, seq: SequenceId) -> None:
@@ -97,6 +106,22 @@ class Trimmable(Protocol):
         Returns:
             The blocks given back: a suffix of the sequence's table. They are free at once; `free`
             is not called for them.
+        """
+        ...
+
+
+@runtime_checkable
+class Slidable(Protocol):
+    """An allocator that wants to know what a sliding window has left behind.
+
+    Only one that moves blocks does: it must not move what the sequence holds no longer.
+    """
+
+    def slide(self, seq: SequenceId, num_tokens: int) -> None:
+        """The first `num_tokens` tokens of `seq`, a multiple of `block_size`, are never read again.
+
+        Comes before their blocks come back through `free`: each when nobody holds it any more,
+        which may be much later.
         """
         ...
 

@@ -21,6 +21,8 @@ Fit = Literal["first", "best"]
 class ContiguousAllocator:
     """Reserves one extent for the whole life of a sequence. Nothing is shared, nothing grows.
 
+    Nothing shrinks either: what a sliding window has left behind stays reserved.
+
     Args:
         geometry: the pool.
         reserve: how much to reserve, never more than the pool: `"model"` the longest sequence

@@ -206,6 +206,12 @@ class DynamicAllocator:
         """See `Allocator.finish`."""
         del self._tables[seq]
 
+    def slide(self, seq: SequenceId, num_tokens: int) -> None:
+        """See `Slidable.slide`. A tail that was left behind is not copied into a body."""
+        table = self._tables[seq]
+        first_of_tail = table.num_blocks - len(table.tail)
+        del table.tail[: max(0, num_tokens // self._geometry.block_size - first_of_tail)]
+
     def trim(self, seq: SequenceId, num_tokens: int) -> Sequence[BlockId]:
         """See `Trimmable.trim`. There is something to give where `min_block` is above 1."""
         table = self._tables[seq]

@@ -15,6 +15,7 @@ overwritten, it does not. Host blocks of swap space hold the same.
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import attrs
 import numpy as np
 import numpy.typing as npt
 
@@ -44,19 +45,20 @@ def undisturbed(
     *,
     next_token: NextToken = arbitrary_token,
     stop_token_ids: Sequence[int] = (),
+    window: int = 0,
 ) -> list[int]:
     """What a request must generate whatever happens around it: no cache, no batch, no blocks."""
     tokens = list(prompt)
     while len(tokens) < len(prompt) + max_tokens:
-        tokens.append(next_token(np.array(tokens, np.int64)))
+        tokens.append(next_token(np.array(tokens[-window:], np.int64)))
         if tokens[-1] in stop_token_ids:
             break
     return tokens[len(prompt) :]
 
 
-def fingerprints(tokens: Tokens) -> npt.NDArray[np.uint64]:
-    """The fingerprint of every prefix of `int64[n]` tokens: `uint64[n]`."""
-    positions = np.arange(len(tokens), dtype=np.uint64)
+def fingerprints(tokens: Tokens, *, first: int = 0) -> npt.NDArray[np.uint64]:
+    """The fingerprint of every prefix of `int64[n]` tokens at positions from `first` on."""
+    positions = np.arange(first, first + len(tokens), dtype=np.uint64)
     mixed = (tokens.astype(np.uint64) << np.uint64(32)) ^ positions
     # Two rounds of multiply and shift, so that swapped tokens do not sum up to the same.
     for multiplier in (0xBF58476D1CE4E5B9, 0x94D049BB133111EB):
@@ -76,6 +78,8 @@ class FakeRunner:
         known_tokens: `int32[max_num_seqs, max_model_len]`, what each row should read (such as
             `RunningBatch.tokens`). Without it, a sequence that reads the whole of another one
             shows only in its output.
+        window: a token sees itself and the `window - 1` before it, and the next token is chosen
+            from these; 0: all.
     """
 
     def __init__(
@@ -84,11 +88,13 @@ class FakeRunner:
         *,
         next_token: NextToken = arbitrary_token,
         known_tokens: npt.NDArray[np.int32] | None = None,
+        window: int = 0,
     ) -> None:
         self.closed = False
         self._block_size = geometry.block_size
         self._next_token = next_token
         self._known_tokens = known_tokens
+        self._window = window
         self._tokens = np.full(geometry.num_slots, EMPTY, np.int64)
         self._fingerprints = np.zeros(geometry.num_slots, np.uint64)
         self._host: dict[int, list[npt.NDArray[Any]]] = {}
@@ -106,13 +112,13 @@ class FakeRunner:
         self._copy(plan.copies)
         self._swap_in(plan.swap_ins)
         self._tokens[plan.slots] = plan.token_ids
-        reads = [_Read(plan, i, self._block_size, self._tokens) for i in range(len(plan.rows))]
-        for read in reads:
-            self._fingerprints[read.new_slots] = read.fingerprints[read.first_new :]
+        reads = [self._read(plan, index) for index in range(len(plan.rows))]
         for read in reads:
             self._check(read)
         tokens_of = {read.row: read.tokens for read in reads}
-        sampled = [self._next_token(tokens_of[row]) for row in plan.sample_rows.tolist()]
+        sampled = [
+            self._next_token(tokens_of[row][-self._window :]) for row in plan.sample_rows.tolist()
+        ]
         return StepResult(np.array(sampled, np.int64))
 
     def poison(self, blocks: npt.NDArray[np.int64]) -> None:
@@ -146,52 +152,67 @@ class FakeRunner:
             for cache, held in zip(self._caches, self._host.pop(host_block), strict=True):
                 cache[block] = held
 
+    def _read(self, plan: StepPlan, index: int) -> "_Read":
+        """Let a sequence read what it sees, and write the fingerprints of its new tokens."""
+        row, kv_len = int(plan.rows[index]), int(plan.kv_lens[index])
+        first_new = kv_len - int(plan.query_lens[index])
+        first = max(0, first_new - self._window + 1) if self._window else 0
+        slots = _slots(plan.block_tables[row], first, kv_len, self._block_size)
+        tokens = self._tokens[slots]
+        seen = fingerprints(tokens, first=first)
+        if 0 < first < first_new:
+            # What is behind the window is known by its sum alone, which the first token seen has.
+            seen += self._fingerprints[slots[:1]] - seen[:1]
+        end = int(plan.query_lens[: index + 1].sum())
+        new_tokens = plan.token_ids[end - (kv_len - first_new) : end]
+        new = first_new - first
+        self._fingerprints[slots[new:]] = seen[new:]
+        return _Read(row, first, slots, tokens, seen, new, new_tokens)
+
     def _check(self, read: "_Read") -> None:
         """Compare a sequence's read with what was written for it."""
         wrong = self._fingerprints[read.slots] != read.fingerprints
-        wrong[read.first_new :] |= read.tokens[read.first_new :] != read.new_tokens
+        wrong[read.num_old :] |= read.tokens[read.num_old :] != read.new_tokens
         if self._known_tokens is not None:
-            wrong |= self._known_tokens[read.row, : len(read.tokens)] != read.tokens
+            end = read.first + len(read.tokens)
+            wrong |= self._known_tokens[read.row, read.first : end] != read.tokens
         if wrong.any():
-            position = int(wrong.argmax())
+            found = int(wrong.argmax())
             raise CorruptCache(
-                f"row {read.row} reads token {read.tokens[position]} at position {position} "
-                f"(block {read.slots[position] // self._block_size}), which is not its own"
+                f"row {read.row} reads token {read.tokens[found]} at position "
+                f"{read.first + found} (block {read.slots[found] // self._block_size}), which is "
+                f"not its own"
             )
 
 
+@attrs.frozen(eq=False)
 class _Read:
     """What one sequence of a plan reads through its block table, after the step has written.
 
     Attributes:
         row: its row of the table.
-        slots: `int64[n]`, of all its tokens.
+        first: the first position that it sees.
+        slots: `int64[n]`, of all tokens that it sees.
         tokens: `int64[n]`, found there.
         fingerprints: `uint64[n]`, of what was found.
-        first_new: the first position that this step wrote.
+        num_old: how many of them were written before this step.
         new_tokens: the tokens that this step was to write.
     """
 
-    def __init__(self, plan: StepPlan, index: int, block_size: int, cache: Tokens) -> None:
-        self.row = int(plan.rows[index])
-        self.slots = _slots(plan.block_tables[self.row], int(plan.kv_lens[index]), block_size)
-        self.tokens = cache[self.slots]
-        self.fingerprints = fingerprints(self.tokens)
-        self.first_new = int(plan.kv_lens[index] - plan.query_lens[index])
-        end = int(plan.query_lens[: index + 1].sum())
-        self.new_tokens = plan.token_ids[end - int(plan.query_lens[index]) : end]
-
-    @property
-    def new_slots(self) -> Tokens:
-        """The slots that this step was to write."""
-        return self.slots[self.first_new :]
+    row: int
+    first: int
+    slots: Tokens
+    tokens: Tokens
+    fingerprints: npt.NDArray[np.uint64]
+    num_old: int
+    new_tokens: Tokens
 
 
-def _slots(table: npt.NDArray[np.int32], num_tokens: int, block_size: int) -> Tokens:
-    """The slots of the first `num_tokens` tokens of a row of the block table."""
-    positions = np.arange(num_tokens, dtype=np.int64)
+def _slots(table: npt.NDArray[np.int32], first: int, end: int, block_size: int) -> Tokens:
+    """The slots of positions `first` to `end` of a row of the block table."""
+    positions = np.arange(first, end, dtype=np.int64)
     blocks = table[positions // block_size].astype(np.int64)
     if (blocks < 0).any():
         held = int((blocks >= 0).sum())
-        raise CorruptCache(f"a row of {num_tokens} tokens has blocks for the first {held} only")
+        raise CorruptCache(f"a row of {end - first} tokens has blocks for the first {held} only")
     return blocks * block_size + positions % block_size
