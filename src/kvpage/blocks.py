@@ -68,6 +68,10 @@ class PoolGeometry:
         """In how many blocks any `window` adjacent tokens of a sequence may lie."""
         return self.blocks_for(window - 1) + 1
 
+    def window_fits(self, window: int) -> bool:
+        """Does the pool hold what a token attends to, itself included, wherever a block begins?"""
+        return self.blocks_for_window(window) <= self.num_blocks
+
 
 @attrs.frozen
 class AllocatorStatistics:

@@ -141,7 +141,8 @@ class EngineConfig:
             on a CPU, the smaller of 1 GiB and a quarter of the available memory, on a GPU 90 % of
             what is free after the worst step.
         max_model_len: longest sequence, prompt and output, in tokens; None takes what the model
-            and the pool both allow.
+            and the pool both allow. (The pool allows any length where a window slides over all
+            layers of the model and fits, and the strategy gives back single blocks.)
         max_num_seqs: sequences that run at once.
         max_batch_tokens: tokens that one step computes at most.
         max_waiting: requests that may queue; beyond it see `when_busy`.
@@ -188,7 +189,7 @@ class EngineConfig:
     plugins: Sequence[object] = attrs.field(default=(), converter=tuple)
 
     def resolve(
-        self, *, bytes_per_token: int, model_max_len: int, default_kv_bytes: int
+        self, *, bytes_per_token: int, model_max_len: int, default_kv_bytes: int, window: int = 0
     ) -> tuple["EngineConfig", PoolGeometry]:
         """Fill in what was left open.
 
@@ -196,6 +197,7 @@ class EngineConfig:
             bytes_per_token: K and V of one token in all layers.
             model_max_len: longest sequence of the model, in tokens.
             default_kv_bytes: memory of the KV cache if `kv_memory` is open.
+            window: tokens that a sequence holds at most, since a window slides over it; 0 for all.
 
         Returns:
             The effective settings and the pool they describe.
@@ -212,7 +214,9 @@ class EngineConfig:
                 f"kv_memory of {memory} holds no block of {block_size} tokens "
                 f"at {bytes_per_token} bytes a token"
             )
-        max_len = self._max_model_len(model_max_len, num_blocks * block_size)
+        pool = PoolGeometry(num_blocks, block_size, model_max_len)
+        slides = window and pool.window_fits(window)
+        max_len = self._max_model_len(model_max_len, model_max_len if slides else pool.num_slots)
         effective = attrs.evolve(
             self,
             allocator=spec,

@@ -213,6 +213,7 @@ class AsyncEngine:
             number=number,
             model=self.model,
             geometry=self.geometry,
+            window=self._window,
             new_keys=new_keys if self.config.prefix_cache else None,
             priority=priority,
         )
@@ -257,6 +258,8 @@ class AsyncEngine:
             len(tokens),
             params or self.model.default_params,
             self.geometry,
+            window=self._window,
+            max_batch_tokens=self.config.max_batch_tokens,
             max_num_seqs=self.config.max_num_seqs,
             statistics=self.stats(),
         )
@@ -343,11 +346,7 @@ class AsyncEngine:
         kernels = config.attention
         backend = default_backend(model.device.type) if kernels == "auto" else kernels
         kv_dtype = _kv_dtype(model, config, backend)
-        effective, geometry = config.resolve(
-            bytes_per_token=model.bytes_per_token_as(kv_dtype),
-            model_max_len=model.max_len,
-            default_kv_bytes=_default_kv_bytes(model, config),
-        )
+        effective, geometry = _sized(config, model, kv_dtype)
         graphs = _graph_options(config) if _captures(model, config, backend) else None
         effective = attrs.evolve(
             effective,
@@ -356,7 +355,12 @@ class AsyncEngine:
             kv_dtype=cast(KVDtype, str(kv_dtype).removeprefix("torch.")),
         )
         about = EngineModel(
-            name, model.vocab_size, model.eos_token_ids, tokenizer, model.default_params
+            name,
+            model.vocab_size,
+            model.eos_token_ids,
+            tokenizer,
+            model.default_params,
+            model.window,
         )
         runner = ModelRunner(
             model,
@@ -386,8 +390,10 @@ class AsyncEngine:
             max_num_seqs=config.max_num_seqs,
             name=str(config.allocator),
             prefix_cache=config.prefix_cache,
+            window=model.window,
             lifetimes=BlockLifetimes(geometry.num_blocks, latencies.block_lifetime),
         )
+        self._window = blocks.window if geometry.window_fits(blocks.window) else 0
         batch = RunningBatch(config.max_num_seqs, geometry.max_model_len)
         scheduler = _scheduler(blocks, batch, runner, config)
         self._thread = EngineThread(scheduler, runner, self._gate, geometry, latencies)
@@ -498,6 +504,25 @@ def _scheduler(
         max_batch_tokens=config.max_batch_tokens,
         swap=SwapSpace(config.num_swap_blocks),
     )
+
+
+def _sized(config: EngineConfig, model: Any, kv_dtype: Any) -> tuple[EngineConfig, PoolGeometry]:
+    """The effective settings for a `PagedModel`, and the pool.
+
+    Where a window slides over all layers, sequences may become longer than the pool, unless the
+    strategy keeps what is behind the window.
+    """
+    resolve = partial(
+        config.resolve,
+        bytes_per_token=model.bytes_per_token_as(kv_dtype),
+        model_max_len=model.max_len,
+        default_kv_bytes=_default_kv_bytes(model, config),
+    )
+    if not model.window:
+        return resolve()
+    effective, geometry = resolve(window=model.window)
+    allocator = build_allocator(effective.allocator, geometry, plugins=config.plugins)
+    return (effective, geometry) if allocator.sharing else resolve()
 
 
 def _default_kv_bytes(model: Any, config: EngineConfig) -> int:

@@ -8,7 +8,7 @@ from kvpage.blocks import PoolGeometry
 from kvpage.errors import RequestTooLong
 from kvpage.request import token_limit
 from kvpage.sampling import SamplingParams
-from kvpage.scheduler import WATERMARK
+from kvpage.scheduler import WATERMARK, span_tokens
 from kvpage.stats import EngineStatistics
 
 
@@ -43,6 +43,8 @@ def estimate(
     params: SamplingParams,
     geometry: PoolGeometry,
     *,
+    window: int,
+    max_batch_tokens: int,
     max_num_seqs: int,
     statistics: EngineStatistics,
 ) -> Estimate:
@@ -52,15 +54,20 @@ def estimate(
         prompt_tokens: length of the prompt.
         params: what would be asked for.
         geometry: the pool.
+        window: tokens that a sequence holds while it generates, since a window slides; 0: all.
+        max_batch_tokens: tokens that one step computes at most.
         max_num_seqs: sequences that run at once.
         statistics: of the engine, as they are now.
     """
-    refusal = _refusal(prompt_tokens, params, geometry)
+    refusal = _refusal(prompt_tokens, params, geometry, window)
     output_tokens = params.max_tokens
     if output_tokens is None:
         output_tokens = max(0, geometry.max_model_len - prompt_tokens)
     prompt_blocks = geometry.blocks_for(prompt_tokens)
     blocks_of_one = geometry.blocks_for(prompt_tokens + output_tokens)
+    if window:
+        span = geometry.blocks_for(span_tokens(geometry, window, max_batch_tokens))
+        prompt_blocks, blocks_of_one = min(prompt_blocks, span), min(blocks_of_one, span)
     fits = refusal is None and blocks_of_one <= geometry.num_blocks
     return Estimate(
         prompt_tokens=prompt_tokens,
@@ -73,9 +80,11 @@ def estimate(
     )
 
 
-def _refusal(prompt_tokens: int, params: SamplingParams, geometry: PoolGeometry) -> str | None:
+def _refusal(
+    prompt_tokens: int, params: SamplingParams, geometry: PoolGeometry, window: int
+) -> str | None:
     try:
-        token_limit(prompt_tokens, params, geometry)
+        token_limit(prompt_tokens, params, geometry, window)
     except RequestTooLong as error:
         return str(error)
     return None

@@ -129,6 +129,12 @@ class PagedModel:
         numbers = sum(s.num_kv_heads * (s.key_dim + s.value_dim) for s in self.layers)
         return numbers * kv_dtype.itemsize
 
+    @property
+    def window(self) -> int:
+        """How many tokens the farthest-sighted layer attends to; 0 if one attends to all."""
+        windows = [shape.window for shape in self.layers]
+        return max(windows) if all(windows) else 0
+
     @torch.inference_mode()
     def logits(
         self,

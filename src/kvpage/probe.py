@@ -49,13 +49,15 @@ _COMPARED = len(_PLACES)
 class LayerShape:
     """The K and V of one token in one layer: `num_kv_heads * (key_dim + value_dim)` numbers.
 
-    Each KV head serves `group_size` query heads.
+    Each KV head serves `group_size` query heads. A token attends to itself and the `window - 1`
+    tokens before it; 0 means to all.
     """
 
     num_kv_heads: int
     key_dim: int
     value_dim: int
     group_size: int
+    window: int = 0
 
 
 @attrs.frozen(eq=False)
@@ -72,7 +74,7 @@ class Call:
         """Of its K and V."""
         num_kv_heads, key_dim = self.k.shape[1:]
         group_size = self.q.shape[1] // num_kv_heads
-        return LayerShape(num_kv_heads, key_dim, self.v.shape[2], group_size)
+        return LayerShape(num_kv_heads, key_dim, self.v.shape[2], group_size, self.options.window)
 
 
 class Witness:

@@ -42,6 +42,8 @@ class EngineModel:
         eos_token_ids: end a text unless `ignore_eos`.
         tokenizer: transformers' tokenizer; None means prompts are token ids only.
         default_params: for requests that bring none.
+        window: every layer attends to so many tokens at most, the token itself included; what is
+            behind may be given back. 0: some layer attends to all.
         grammars: compiles the grammars of requests; by llguidance, unless others are given.
     """
 
@@ -50,6 +52,7 @@ class EngineModel:
     eos_token_ids: tuple[int, ...] = ()
     tokenizer: Any = None
     default_params: SamplingParams = attrs.field(factory=SamplingParams)
+    window: int = 0
     grammars: Grammars = attrs.field(
         default=attrs.Factory(
             lambda self: LLGuidance(self.tokenizer, self.vocab_size, self.eos_token_ids),
@@ -256,12 +259,14 @@ def prepare(
     number: int,
     model: EngineModel,
     geometry: PoolGeometry,
+    window: int,
     new_keys: Callable[[], PrefixKeys] | None,
     priority: int,
 ) -> tuple[OpenChoice, ...]:
     """Encode and check a request, for `params.n` choices. May take long; call it from a thread.
 
-    The first choice has the sequence id `number`, the others the ids after it.
+    The first choice has the sequence id `number`, the others the ids after it. A sequence
+    holds `window` tokens at most while it generates; 0: all.
 
     Raises:
         RequestError: it cannot be served; the sentence says why.
@@ -273,7 +278,7 @@ def prepare(
     stop_token_ids = params.stop_token_ids
     if not params.ignore_eos:
         stop_token_ids = (*model.eos_token_ids, *stop_token_ids)
-    max_total_tokens = token_limit(len(tokens), params, geometry)
+    max_total_tokens = token_limit(len(tokens), params, geometry, window)
     seed = secrets.randbits(64) if params.seed is None else params.seed
     wanted = params.structured_outputs
     matcher = None if wanted is None else model.grammars.compile(wanted)
@@ -307,19 +312,23 @@ def prepare(
     )
 
 
-def token_limit(prompt_tokens: int, params: SamplingParams, geometry: PoolGeometry) -> int:
+def token_limit(
+    prompt_tokens: int, params: SamplingParams, geometry: PoolGeometry, window: int
+) -> int:
     """Where a request ends at the latest: tokens of its prompt and one output together.
+
+    Under a sliding `window` (0: none) a request may be longer than the pool.
 
     Raises:
         RequestTooLong: the prompt, or what was asked for beside it, has no room.
     """
-    limit = _max_total_tokens(prompt_tokens, params.max_tokens, geometry)
+    room = geometry.max_model_len if window else geometry.num_slots
+    limit = _max_total_tokens(prompt_tokens, params.max_tokens, room, geometry.max_model_len)
     _check_room(prompt_tokens, params.min_tokens, limit)
     return limit
 
 
-def _max_total_tokens(prompt_tokens: int, max_tokens: int | None, geometry: PoolGeometry) -> int:
-    limit, room = geometry.max_model_len, geometry.num_slots
+def _max_total_tokens(prompt_tokens: int, max_tokens: int | None, room: int, limit: int) -> int:
     if prompt_tokens > room:
         raise RequestTooLong(
             f"the prompt has {prompt_tokens} tokens, and the pool has room for {room}"

@@ -88,7 +88,7 @@ class ModelRunner:
         Runs a decode step and a chunk, and on a GPU one sequence long enough that its keys are
         split. Call it before the first step: it writes to the first blocks of the pool.
         """
-        longest = self._geometry.max_model_len
+        longest = min(self._geometry.max_model_len, self._geometry.num_slots)
         sizes = {1, WARM_UP_TOKENS, self._split_keys + 1} if self._on_gpu else {1, WARM_UP_TOKENS}
         for num_tokens in sorted(min(size, longest) for size in sizes):
             self.execute(first_tokens(num_tokens, self._geometry.block_size))

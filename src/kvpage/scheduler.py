@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from kvpage.batch import RunningBatch
 from kvpage.block_manager import BlockManager
-from kvpage.blocks import BlockId, PoolStatistics
+from kvpage.blocks import BlockId, PoolGeometry, PoolStatistics
 from kvpage.errors import AllocatorFault, OutgrewPool, OutOfBlocks, RequestFailed
 from kvpage.plan import PromptScores, StepPlan, StepResult
 from kvpage.prefix import BlockKey
@@ -117,7 +117,7 @@ class Scheduler:
         self._batch = batch
         self._max_batch_tokens = max_batch_tokens
         self.swap = swap or SwapSpace(0)
-        self._span = _span_tokens(blocks, max_batch_tokens)
+        self._span = span_tokens(blocks.geometry, blocks.window, max_batch_tokens)
         self._watermark_blocks = int(np.ceil(WATERMARK * blocks.geometry.num_blocks))
         self._waiting: list[Sequence] = []  # sorted, the most urgent first
         self._running: list[Sequence] = []  # sorted, the most urgent first
@@ -416,11 +416,15 @@ class Scheduler:
             raise OutOfBlocks(needed, available)
 
     def _can_fork(self, parent: Sequence, sequence: Sequence) -> bool:
-        """Does `parent` hold K and V of the prompt, and has `sequence` not gone its own way yet?"""
+        """Does `parent` hold K and V of the prompt, and has `sequence` not gone its own way yet?
+
+        Not while they are on their way from the host: that comes after the copy for a fork.
+        """
         first = self._blocks.first_needed(sequence.prompt_tokens - 1)
         return (
             self._blocks.sharing
             and parent.state is SequenceState.RUNNING
+            and not self.swap.is_returning(self._blocks.blocks_of(parent.id))
             and len(sequence.tokens) == sequence.prompt_tokens
             and self._batch.num_computed[parent.row] >= sequence.prompt_tokens - 1
             and bool(self._blocks.first_blocks[parent.row] <= first)
@@ -533,14 +537,13 @@ class Scheduler:
         )
 
 
-def _span_tokens(blocks: BlockManager, max_batch_tokens: int) -> int:
+def span_tokens(geometry: PoolGeometry, window: int, max_batch_tokens: int) -> int:
     """Room that a prompt under a sliding window needs to be computed without a stop.
 
     The window, what one step computes, and what is held before it of the first block; at most the
     whole pool.
     """
-    geometry = blocks.geometry
-    return min(geometry.num_slots, blocks.window + max_batch_tokens + geometry.block_size)
+    return min(geometry.num_slots, window + max_batch_tokens + geometry.block_size)
 
 
 def _urgency(sequence: Sequence) -> tuple[int, int]:

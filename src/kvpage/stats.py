@@ -112,8 +112,8 @@ class SequenceBlocks:
 
     Attributes:
         request_id: whose it is.
-        blocks: physical blocks in table order.
-        num_tokens: tokens that have K and V; they fill the blocks from the first on.
+        blocks: physical blocks in table order, those behind a sliding window left out.
+        num_tokens: tokens that have K and V in them; they fill the blocks from the first on.
     """
 
     request_id: str

@@ -74,6 +74,10 @@ class SwapSpace:
         """What is kept of `seq`, if anything."""
         return self._kept.get(seq)
 
+    def is_returning(self, blocks: Iterable[BlockId]) -> bool:
+        """Is any of these still to be filled from the host, by the next step?"""
+        return bool(self._ins) and not self._ins.keys().isdisjoint(blocks)
+
     def put(
         self, seq: SequenceId, blocks: Sequence[BlockId], *, first_block: int, num_tokens: int
     ) -> bool:
@@ -88,7 +92,7 @@ class SwapSpace:
         Returns:
             False if there is no room, or if it has not come back yet: nothing has changed.
         """
-        if seq in self._ins:
+        if self.is_returning(blocks):
             return False
         if len(blocks) > len(self._free):
             self.num_full += 1
@@ -119,8 +123,7 @@ class SwapSpace:
                 self._ins.pop(block, None)
 
     def drop(self, seq: SequenceId) -> None:
-        """Forget what is kept of `seq`, or on its way back, if anything is."""
-        self._ins.pop(seq, None)
+        """Forget what is kept of `seq`, if anything is."""
         kept = self._kept.pop(seq, None)
         if kept is not None:
             for block in kept.blocks:

@@ -7,6 +7,7 @@ from kvpage.allocators.fixed import FixedAllocator
 from kvpage.block_manager import BlockManager
 from kvpage.blocks import BlockId, PoolGeometry, SequenceId
 from kvpage.errors import StepFailed
+from kvpage.sequence import SequenceState
 from kvpage.swap import SwapSpace
 from kvpage.testing import undisturbed
 from kvpage.testing.conformance import AllocatorUnderTest
@@ -71,18 +72,6 @@ def test_what_is_dropped_is_not_copied() -> None:
     swap.drop(FIRST)
     assert swap.put(SECOND, BLOCKS[:1], first_block=0, num_tokens=2)
     assert swap.take()[0].tolist() == [[7, 0]]
-
-
-def test_who_leaves_on_the_way_back_is_not_copied() -> None:
-    """Its new blocks may be somebody else's by now."""
-    swap = SwapSpace(3)
-    swap.put(FIRST, BLOCKS, first_block=0, num_tokens=11)
-    swap.take()
-    swap.restore(FIRST, 0, BLOCKS)
-    assert not swap.put(FIRST, BLOCKS, first_block=0, num_tokens=11)
-    swap.drop(FIRST)
-    assert swap.take()[1].tolist() == []
-    assert swap.used_blocks == 0
 
 
 def test_a_host_block_is_not_written_before_it_was_read() -> None:
@@ -189,6 +178,22 @@ def test_a_step_that_fails_to_swap_out_loses_that_sequence() -> None:
     at.run_to_the_end()
 
     assert at.outputs[second] == undisturbed(PROMPT, MAX_TOKENS)
+
+
+def test_forks_of_a_sequence_that_just_came_back(factory: AllocatorUnderTest) -> None:
+    """Its blocks are not filled yet when the copies for forks are made."""
+    other = list(range(90, 100))
+    at = service(factory, swap_blocks=64)
+    growing = at.submit(PROMPT, MAX_TOKENS)
+    parent = at.submit(other, MAX_TOKENS)
+    while at.requests[growing].state is not SequenceState.FINISHED:
+        at.step()
+    forks = [at.submit(other, MAX_TOKENS, fork_of=parent) for _ in range(2)]
+
+    at.run_to_the_end()
+
+    for seq in (parent, *forks):
+        assert at.outputs[seq] == undisturbed(other, MAX_TOKENS)
 
 
 def test_a_copy_that_is_due_is_swapped_out_from_its_source(factory: AllocatorUnderTest) -> None:

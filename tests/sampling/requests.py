@@ -64,6 +64,7 @@ class Batch:
                 number=SequenceId(number),
                 model=model,
                 geometry=GEOMETRY,
+                window=0,
                 new_keys=None,
                 priority=0,
             )

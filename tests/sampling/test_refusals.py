@@ -19,6 +19,7 @@ def prepared(values: dict[str, Any], tokenizer: Any, eos: tuple[int, ...] = ()) 
         number=SequenceId(0),
         model=EngineModel("letters", VOCABULARY, eos, tokenizer),
         geometry=GEOMETRY,
+        window=0,
         new_keys=None,
         priority=0,
     )
