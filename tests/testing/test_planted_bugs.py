@@ -221,6 +221,29 @@ class ForgetsTheDead(FixedAllocator):
 
 
 @planted("counts .* free blocks")
+class ForgetsTheLiving(FixedAllocator):
+    """Takes blocks back at the end only, and so loses what comes back before."""
+
+    def __init__(self, geometry: PoolGeometry) -> None:
+        super().__init__(geometry)
+        self._owners: dict[BlockId, SequenceId] = {}
+        self._sliding: set[SequenceId] = set()
+
+    def admit(
+        self, seq: SequenceId, num_tokens: int, *, max_tokens: int, shared_tokens: int = 0
+    ) -> Grant:
+        grant = super().admit(seq, num_tokens, max_tokens=max_tokens, shared_tokens=shared_tokens)
+        self._owners.update((extent.first_block, seq) for extent in grant.extents)
+        return grant
+
+    def slide(self, seq: SequenceId, num_tokens: int) -> None:
+        self._sliding.add(seq)
+
+    def free(self, blocks: Iterable[BlockId]) -> None:
+        super().free(block for block in blocks if self._owners.get(block) not in self._sliding)
+
+
+@planted("counts .* free blocks")
 class LosesABody(DynamicAllocator):
     """Takes a whole extent to promote a tail and does not say so."""
 
@@ -295,16 +318,31 @@ class Moves(FixedAllocator):
 
     def extend(self, seq: SequenceId, num_tokens: int) -> Grant:
         grant = super().extend(seq, num_tokens)
-        if grant is NOTHING or not self._free:
+        if grant is NOTHING or not self._free or seq not in self._first:
             return grant
         source, to = self._first[seq], self._free.pop()
         self._first[seq] = to
         return attrs.evolve(grant, moves=self._pairs(source, to, grant))
 
+    def slide(self, seq: SequenceId, num_tokens: int) -> None:
+        if num_tokens:
+            self._first.pop(seq, None)
+
     def _pairs(
         self, source: BlockId, to: BlockId, grant: Grant
     ) -> tuple[tuple[BlockId, BlockId], ...]:
         return ((source, to),)
+
+
+@planted("not all of them in the table")
+class MovesWhatIsBehind(DynamicAllocator):
+    """Does not hear that a part of a tail is no longer the sequence's."""
+
+    def __init__(self, geometry: PoolGeometry) -> None:
+        super().__init__(geometry, max_extent=4)
+
+    def slide(self, seq: SequenceId, num_tokens: int) -> None:
+        pass
 
 
 @planted("which cannot be read")

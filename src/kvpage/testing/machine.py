@@ -77,10 +77,24 @@ class ContractMachine(RuleBasedStateMachine):
         """Start a sequence that shares all full blocks of a live one and differs from there."""
         parent = self._pool.live[self._draw_live(data)]
         full = (parent.num_tokens - 1) // self._pool.geometry.block_size
-        shared = parent.table[:full]
+        if parent.num_behind:
+            return
+        shared = parent.held[:full]
         seq = SequenceId(self._next)
         if self._pool.admit(seq, parent.num_tokens, max_tokens=parent.max_tokens, shared=shared):
             self._next += 1
+
+    @precondition(lambda self: self._pool.live and self._pool.sharing)
+    @rule(data=st.data(), order=st.integers(0, 2**16))
+    def slide(self, data: st.DataObject, order: int) -> None:
+        """Leave some full blocks of a live sequence behind, which a window does; cache some."""
+        seq = self._draw_live(data)
+        live = self._pool.live[seq]
+        full = (live.num_tokens - 1) // self._pool.geometry.block_size
+        num_blocks = data.draw(st.integers(live.num_behind, max(full, live.num_behind)), "behind")
+        behind = live.held[: num_blocks - live.num_behind]
+        keep = behind[: data.draw(st.integers(0, len(behind)), "cached")]
+        self._pool.slide(seq, num_blocks, Random(order).shuffle, keep)
 
     @precondition(lambda self: self._pool.live)
     @rule(data=st.data(), order=st.integers(0, 2**16))
@@ -89,7 +103,8 @@ class ContractMachine(RuleBasedStateMachine):
         seq = self._draw_live(data)
         live = self._pool.live[seq]
         full = live.num_tokens // self._pool.geometry.block_size
-        keep = live.table[: data.draw(st.integers(0, full), "cached")]
+        full = max(0, full - live.num_behind)
+        keep = live.held[: data.draw(st.integers(0, full), "cached")]
         self._pool.finish(seq, Random(order).shuffle, keep)
 
     @precondition(lambda self: self._pool.cached)

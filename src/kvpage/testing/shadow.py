@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import attrs
 
-from kvpage.allocators.base import Allocator, Grant, Trimmable
+from kvpage.allocators.base import Allocator, Grant, Slidable, Trimmable
 from kvpage.blocks import AllocatorStatistics, BlockId, Extent, PoolGeometry, SequenceId
 from kvpage.errors import OutOfBlocks
 
@@ -30,14 +30,24 @@ class LiveSequence:
     Attributes:
         num_tokens: tokens that it was promised room for.
         max_tokens: it never grows beyond this.
-        table: its blocks in order.
+        table: its blocks in order; None where a window has left one behind.
         content: what the first blocks of the table must hold, those that hold a token.
     """
 
     num_tokens: int
     max_tokens: int
-    table: list[BlockId]
+    table: list[BlockId | None]
     content: list[int]
+
+    @property
+    def held(self) -> list[BlockId]:
+        """Its blocks, without those left behind."""
+        return [block for block in self.table if block is not None]
+
+    @property
+    def num_behind(self) -> int:
+        """Entries of the table that a window has left behind."""
+        return self.table.count(None)
 
 
 class ShadowPool:
@@ -87,9 +97,9 @@ class ShadowPool:
         return self._references.count(0) - len(self.cached)
 
     def shared_tokens(self, seq: SequenceId) -> int:
-        """Leading tokens of `seq` whose blocks are not its own alone."""
+        """Leading tokens of `seq` whose blocks are not its own alone, or not its own any more."""
         table = self.live[seq].table
-        shared = [i for i, block in enumerate(table) if self._references[block] > 1]
+        shared = [i for i, block in enumerate(table) if block is None or self._is_shared(block)]
         return (shared[-1] + 1) * self.geometry.block_size if shared else 0
 
     def admit(
@@ -129,19 +139,42 @@ class ShadowPool:
         self._enter(self.live[seq], grant, num_tokens, asked)
         return True
 
+    def slide(
+        self,
+        seq: SequenceId,
+        num_blocks: int,
+        order: Callable[[list[BlockId]], None],
+        keep: Iterable[BlockId],
+    ) -> None:
+        """Leave the first `num_blocks` blocks of `seq` behind; free them, or keep some as cached.
+
+        They are full: the sequence grows and is trimmed behind them only.
+        """
+        sequence = self.live[seq]
+        behind = [block for block in sequence.table[:num_blocks] if block is not None]
+        sequence.table[:num_blocks] = [None] * num_blocks
+        num_tokens = num_blocks * self.geometry.block_size
+        if isinstance(self._allocators[0], Slidable):
+            self._tell(f"slide({seq}, {num_tokens})", lambda each: _slide(each, seq, num_tokens))
+        freed = self._let_go(behind, keep=keep)
+        order(freed)
+        self._free(freed)
+        self._check_everything()
+
     def trim(self, seq: SequenceId, num_tokens: int) -> None:
         """Ask for the tail of `seq` beyond `num_tokens` tokens."""
         sequence = self.live[seq]
         asked = f"trim({seq}, {num_tokens})"
         blocks = self._tell(asked, lambda allocator: _trim(allocator, seq, num_tokens))
         keep = max(0, len(sequence.table) - len(blocks))
-        if sorted(blocks) != sorted(sequence.table[keep:]):
+        tail = [block for block in sequence.table[keep:] if block is not None]
+        if sorted(blocks) != sorted(tail):
             raise ContractViolation(
                 f"{asked} gave back {blocks}, no tail of the table {sequence.table}"
             )
         if keep < self.geometry.blocks_for(num_tokens):
             raise ContractViolation(f"{asked} gave back {blocks}, which those tokens need")
-        self._let_go(sequence.table[keep:], keep=())
+        self._let_go(tail, keep=())
         del sequence.table[keep:], sequence.content[self.geometry.blocks_for(num_tokens) :]
         sequence.num_tokens = num_tokens
         self._check_everything()
@@ -151,7 +184,7 @@ class ShadowPool:
     ) -> None:
         """End `seq`: free its blocks in some order, in two calls, and keep some as cached."""
         sequence = self.live.pop(seq)
-        freed = self._let_go(sequence.table, keep=keep if self.sharing else ())
+        freed = self._let_go(sequence.held, keep=keep if self.sharing else ())
         order(freed)
         half = len(freed) // 2
         for blocks in (freed[:half], freed[half:]):
@@ -239,7 +272,10 @@ class ShadowPool:
         if room < num_tokens:
             raise ContractViolation(f"{asked} leaves the sequence room for {room} tokens")
         sequence.num_tokens = num_tokens
-        for block in sequence.table[len(sequence.content) : self.geometry.blocks_for(num_tokens)]:
+        # Only full blocks are left behind, so these are held.
+        for block in sequence.held[len(sequence.content) - sequence.num_behind :][
+            : self.geometry.blocks_for(num_tokens) - len(sequence.content)
+        ]:
             self._memory[block] = next(self._new_content)
             sequence.content.append(self._held(block))
         self._check_everything()
@@ -271,6 +307,9 @@ class ShadowPool:
                 freed.append(block)
         return freed
 
+    def _is_shared(self, block: BlockId) -> bool:
+        return self._references[block] > 1
+
     def _held(self, block: BlockId) -> int:
         content = self._memory[block]
         assert content is not None, f"the shadow shares block {block}, which holds nothing"
@@ -299,7 +338,7 @@ class ShadowPool:
 
     def _check_moves(self, sequence: LiveSequence, grant: Grant, asked: str) -> None:
         sources = [source for source, _ in grant.moves]
-        if len(set(sources)) != len(sources) or not set(sources) <= set(sequence.table):
+        if len(set(sources)) != len(sources) or not set(sources) <= set(sequence.held):
             raise ContractViolation(
                 f"{asked} moves blocks {sources}, not all of them in the table {sequence.table}"
             )
@@ -307,11 +346,12 @@ class ShadowPool:
     def _check_everything(self) -> None:
         """Every sequence finds its own content; the allocator counts free blocks as we do."""
         for seq, sequence in self.live.items():
-            found = [self._memory[block] for block in sequence.table[: len(sequence.content)]]
-            if found != sequence.content:
+            behind, content = sequence.num_behind, sequence.content
+            found = [self._memory[block] for block in sequence.held[: len(content) - behind]]
+            if found != content[behind:]:
                 raise ContractViolation(
-                    f"sequence {seq} finds {found} in its blocks {sequence.table}, "
-                    f"where it left {sequence.content}"
+                    f"sequence {seq} finds {found} in its blocks {sequence.held}, "
+                    f"where it left {content[behind:]}"
                 )
         self._check_statistics()
         self.sound = True
@@ -355,6 +395,11 @@ def _answer(asked: str, call: Callable[[Allocator], T], allocator: Allocator) ->
 def _trim(allocator: Allocator, seq: SequenceId, num_tokens: int) -> list[BlockId]:
     assert isinstance(allocator, Trimmable)
     return list(allocator.trim(seq, num_tokens))
+
+
+def _slide(allocator: Allocator, seq: SequenceId, num_tokens: int) -> None:
+    assert isinstance(allocator, Slidable)
+    allocator.slide(seq, num_tokens)
 
 
 def _blocks_of(grant: Grant, asked: str) -> list[BlockId]:
