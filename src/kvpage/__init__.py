@@ -3,7 +3,7 @@
 See `AsyncEngine` to generate text, and `Allocator` to write a strategy of your own.
 """
 
-from kvpage.allocators.base import Allocator, AllocatorPlugin, Grant, Trimmable
+from kvpage.allocators.base import Allocator, AllocatorPlugin, Grant, Slidable, Trimmable
 from kvpage.blocks import (
     AllocatorStatistics,
     BlockId,
@@ -96,6 +96,7 @@ __all__ = [
     "SearchSpace",
     "SequenceBlocks",
     "SequenceId",
+    "Slidable",
     "StepFailed",
     "StructuredOutputs",
     "SwapStatistics",
