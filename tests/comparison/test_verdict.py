@@ -59,7 +59,7 @@ def test_a_single_winner_has_no_equals() -> None:
 def test_noise_alone_has_no_winner() -> None:
     """The spreads are larger than every difference."""
     found = judged(result("fixed/8", 80, 100, 120), result("fixed/16", 85, 99, 120))
-    assert found.sentences[0] == "No candidate is faster than another by more than the noise."
+    assert found.sentences[0] == "No candidate is faster than another by more than the noise, 40%."
 
 
 def test_two_runs_are_no_verdict() -> None:

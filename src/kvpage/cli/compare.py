@@ -5,7 +5,6 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,7 +13,7 @@ import anyio
 import attrs
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
 from kvpage import comparison as compared
@@ -133,9 +132,16 @@ def run_and_show(
         ConfigError: a file cannot be written.
     """
     files = _Files(html_file, json_file, command)
+    columns = (TextColumn("{task.description}"), BarColumn(24), TextColumn("{task.fields[now]}"))
     try:
-        with _bars(settings) as on_progress:
-            found = anyio.run(partial(run, on_progress=on_progress, on_result=files.write))
+        with Progress(*columns, console=Console(stderr=True)) as progress:
+            bars = _Bars(progress, [candidate.label for candidate in settings.candidates()])
+
+            def on_result(so_far: Comparison) -> None:
+                files.write(so_far)
+                bars.note(so_far)
+
+            found = anyio.run(partial(run, on_progress=bars.move, on_result=on_result))
     except KeyboardInterrupt:
         if files.latest is None:
             raise
@@ -198,20 +204,25 @@ def _replace(path: Path, text: str) -> None:
 # -- while it runs -----------------------------------------------------------------------------
 
 
-@contextmanager
-def _bars(settings: compared.ComparisonSettings) -> Iterator[Callable[[compared.Progress], None]]:
-    """A bar for each candidate; gives the function that moves them."""
-    columns = (TextColumn("{task.description}"), BarColumn(24), TextColumn("{task.fields[now]}"))
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        tasks: dict[str, TaskID] = {}
-        for candidate in settings.candidates():
-            tasks[candidate.label] = progress.add_task(candidate.label, total=1.0, now="")
+class _Bars:
+    """A bar for each candidate, with what goes on in it."""
 
-        def on_progress(now: compared.Progress) -> None:
-            done = (now.round - 1 + now.finished / now.requests) / now.rounds
-            progress.update(tasks[now.label], completed=done, now=_now(now))
+    def __init__(self, progress: Progress, labels: Sequence[str]) -> None:
+        self._progress = progress
+        self._tasks = {label: progress.add_task(label, total=1.0, now="") for label in labels}
 
-        yield on_progress
+    def move(self, now: compared.Progress) -> None:
+        """Show how far a run is."""
+        done = (now.round - 1 + now.finished / now.requests) / now.rounds
+        self._progress.update(self._tasks[now.label], completed=done, now=_now(now))
+
+    def note(self, so_far: Comparison) -> None:
+        """Show what is finished, and which candidates have failed; why is said at the end."""
+        for result in so_far.results:
+            done = len(result.runs) / so_far.settings.rounds
+            self._progress.update(self._tasks[result.label], completed=done)
+            if result.failure is not None:
+                self._progress.update(self._tasks[result.label], now="failed")
 
 
 def _now(now: compared.Progress) -> str:

@@ -267,15 +267,17 @@ def _drawn(
 def _table(comparison: Comparison) -> Iterator[str]:
     yield "<h2>All figures</h2>"
     yield (
-        '<p class="note">Medians of the runs; point at one for its smallest and largest, and at a '
-        "heading for its meaning. Bold: the best of its column.</p>"
+        '<p class="note">Medians of the runs; point at one for its smallest and largest. Bold: the '
+        "best of its column.</p>"
     )
     heads = "".join(f'<th title="{escape(f.meaning)}">{escape(f.name)}</th>' for f in FIGURES)
     yield f'<div class="scroll" tabindex="0"><table><thead><tr><th></th>{heads}</tr></thead><tbody>'
     tops = [_top(comparison, figure) for figure in FIGURES]
     for result in comparison.results:
         yield f"<tr><th>{escape(result.label)}</th>{_cells(result, tops)}</tr>"
-    yield "</tbody></table></div>"
+    yield "</tbody></table></div><details><summary>What the figures mean</summary><dl>"
+    yield from (f"<dt>{escape(f.name)}</dt><dd>{escape(f.meaning)}</dd>" for f in FIGURES)
+    yield "</dl></details>"
 
 
 def _cells(result: CandidateResult, tops: Sequence[float | None]) -> str:

@@ -46,7 +46,7 @@ def verdict(comparison: Comparison) -> Verdict:
     slower = [result for result in others if told_apart(best, result, noise)]
     equals = tuple(result.label for result in others if result not in slower)
     sentences = (
-        _of_best(best, equals, slower),
+        _of_best(best, equals, slower, noise),
         _of_strategies(best, slower, comparison),
         _of_waste(measured, best, slower),
     )
@@ -76,10 +76,13 @@ def _what_is_missing(measured: Sequence[CandidateResult]) -> str:
 
 
 def _of_best(
-    best: CandidateResult, equals: tuple[str, ...], slower: Sequence[CandidateResult]
+    best: CandidateResult,
+    equals: tuple[str, ...],
+    slower: Sequence[CandidateResult],
+    noise: float,
 ) -> str:
     if not slower:
-        return "No candidate is faster than another by more than the noise."
+        return f"No candidate is faster than another by more than the noise, {noise:.0%}."
     rate = f"{_median(best):.0f} tokens/s"
     if not equals:
         return f"{best.label} is the fastest, at {rate}."
