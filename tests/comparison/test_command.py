@@ -84,10 +84,10 @@ def test_a_failed_candidate_is_one_sentence_and_an_exit_code(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The others are in the table."""
-    failed = comparison([result("fixed/8", 99, 100), result("dynamic/8", failure="it broke")])
+    failed = comparison([result("fixed/8", 99, 100), result("contiguous/8", failure="it broke")])
     assert shown(tmp_path, giving(failed)) == 2
     printed = capsys.readouterr()
-    assert "kvpage: dynamic/8 failed: it broke" in printed.err
+    assert "kvpage: contiguous/8 failed: it broke" in printed.err
     assert "fixed/8" in printed.out
 
 

@@ -43,6 +43,21 @@ def test_the_fastest_is_named_with_those_it_is_not_told_apart_from() -> None:
     )
 
 
+def test_equals_of_a_whole_strategy_are_named_together() -> None:
+    """All the other sizes of the best one's, all of another's, some of a third's."""
+    alike, slow = (100, 100, 100), (50, 50, 50)
+    found = judged(
+        result("fixed/8", 99, 100, 103),
+        *(result(f"{name}/{size}", *alike) for name in ("fixed", "dynamic") for size in (16, 32)),
+        result("contiguous/8", *alike),
+        result("contiguous/16", *slow),
+    )
+    assert found.sentences[0] == (
+        "fixed/8 is in front, at 100 tokens/s; not told apart from it: "
+        "every other fixed, every dynamic, contiguous/8."
+    )
+
+
 def test_one_noisy_candidate_makes_all_of_them_doubtful() -> None:
     """They ran on the same machine: 50 % of noise, where 20 % lie between the others."""
     quiet = (result("fixed/8", 100, 100, 100), result("fixed/16", 80, 80, 80))

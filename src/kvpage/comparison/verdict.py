@@ -44,13 +44,14 @@ def verdict(comparison: Comparison) -> Verdict:
         return Verdict(None, (), noise, (missing,))
     others = [result for result in measured if result is not best]
     slower = [result for result in others if told_apart(best, result, noise)]
-    equals = tuple(result.label for result in others if result not in slower)
+    equals = [result for result in others if result not in slower]
     sentences = (
         _of_best(best, equals, slower, noise),
         _of_strategies(best, slower, comparison),
         _of_waste(measured, best, slower),
     )
-    return Verdict(best.label, equals, noise, tuple(filter(None, sentences)))
+    labels = tuple(result.label for result in equals)
+    return Verdict(best.label, labels, noise, tuple(filter(None, sentences)))
 
 
 def noise_of(results: Sequence[CandidateResult]) -> float:
@@ -77,7 +78,7 @@ def _what_is_missing(measured: Sequence[CandidateResult]) -> str:
 
 def _of_best(
     best: CandidateResult,
-    equals: tuple[str, ...],
+    equals: Sequence[CandidateResult],
     slower: Sequence[CandidateResult],
     noise: float,
 ) -> str:
@@ -86,7 +87,20 @@ def _of_best(
     rate = f"{_median(best):.0f} tokens/s"
     if not equals:
         return f"{best.label} is the fastest, at {rate}."
-    return f"{best.label} is in front, at {rate}; not told apart from it: {', '.join(equals)}."
+    return f"{best.label} is in front, at {rate}; not told apart from it: {_names(best, equals, slower)}."
+
+
+def _names(
+    best: CandidateResult, equals: Sequence[CandidateResult], slower: Sequence[CandidateResult]
+) -> str:
+    """Labels, or `every fixed` where they are all of a strategy and several."""
+    names: list[str] = []
+    for strategy in dict.fromkeys(result.candidate.strategy for result in equals):
+        labels = [r.label for r in equals if r.candidate.strategy == strategy]
+        others = any(r.candidate.strategy == strategy for r in slower)
+        other = "other " if strategy == best.candidate.strategy else ""
+        names += labels if others or len(labels) < 2 else [f"every {other}{strategy}"]
+    return ", ".join(names)
 
 
 def _of_strategies(
