@@ -87,7 +87,8 @@ def _of_best(
     rate = f"{_median(best):.0f} tokens/s"
     if not equals:
         return f"{best.label} is the fastest, at {rate}."
-    return f"{best.label} is in front, at {rate}; not told apart from it: {_names(best, equals, slower)}."
+    names = _names(best, equals, slower)
+    return f"{best.label} is in front, at {rate}; not told apart from it: {names}."
 
 
 def _names(
