@@ -67,6 +67,7 @@ class _EngineCollector(Collector):
             ("cached_prompt_tokens", stats.cached_prompt_tokens, "Of these, from the cache."),
             ("output_tokens", stats.output_tokens, "Tokens generated."),
             ("preemptions", stats.preemptions, "Times a running sequence lost its blocks."),
+            ("swapped_preemptions", stats.swapped_preemptions, "Of these, kept in host memory."),
             ("recomputed_tokens", stats.recomputed_tokens, "Tokens lost by preemption."),
         ):
             counter = self._counter(name, help_text)

@@ -168,6 +168,23 @@ def test_freed_blocks_are_poisoned_before_the_next_step() -> None:
         runner.execute(stale)
 
 
+def test_blocks_that_were_held_for_a_single_step_are_poisoned() -> None:
+    """A request that ends in its first step has written them all the same."""
+    poisoned: list[list[int]] = []
+    blocks = BlockManager(SMALL, FixedAllocator(SMALL), max_num_seqs=1)
+    batch = RunningBatch(1, SMALL.max_model_len)
+    scheduler = CheckedScheduler(
+        blocks, batch, max_batch_tokens=64, poison=lambda freed: poisoned.append(freed.tolist())
+    )
+    prompt = np.arange(6, dtype=np.int32)
+    scheduler.add(Sequence(SequenceId(0), prompt, prompt_tokens=6, max_total_tokens=7))
+    plan = scheduler.schedule().plan
+    assert plan is not None
+    scheduler.update(plan, FakeRunner(SMALL).execute(plan))
+    scheduler.schedule()
+    assert poisoned == [list(range(SMALL.num_blocks)), [0, 1]]
+
+
 def test_blocks_in_use_are_left_alone() -> None:
     """Step after step, also as the sequence grows into blocks that were poisoned while free."""
     scheduler, _, runner = one_running()

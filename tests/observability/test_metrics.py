@@ -1,6 +1,8 @@
 """What an engine tells Prometheus."""
 
 import gc
+import re
+from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
@@ -103,3 +105,17 @@ def test_a_value_on_a_bound_belongs_below_it(value: float, bucket: int) -> None:
     snapshot = histogram.snapshot()
     assert snapshot.counts == tuple(int(i == bucket) for i in range(3))
     assert (snapshot.total, snapshot.num_observations) == (value, 1)
+
+
+async def test_the_page_lists_every_metric() -> None:
+    """Under its own name, and none that there is not."""
+    page = Path(__file__).parents[2] / "docs" / "how-to" / "observe.md"
+    described = {
+        name.split("{")[0] for name in re.findall(r"`(kvpage_[a-z_{}]+)`", page.read_text())
+    }
+    registry = CollectorRegistry()
+    async with fake_engine() as engine:
+        metrics.register(engine, registry)
+        text = generate_latest(registry).decode()
+    families = [f for f in text_string_to_metric_families(text) if not f.name.endswith("_created")]
+    assert described == {f"{f.name}_total" if f.type == "counter" else f.name for f in families}
