@@ -19,13 +19,14 @@ from kvpage.errors import (
     RequestFailed,
     RequestTooLong,
 )
+from kvpage.grammar import StructuredOutputs
 from kvpage.sampling import SamplingParams
 
 MAX_RETRY_AFTER_S = 60
 MAX_REASONS = 3
 """Of the ways in which a value could have been right, so many are told."""
 
-_PARAMETERS = frozenset(attrs.fields_dict(SamplingParams))
+_PARAMETERS = attrs.fields_dict(SamplingParams).keys() | attrs.fields_dict(StructuredOutputs).keys()
 
 
 @attrs.frozen(kw_only=True)

@@ -1,6 +1,6 @@
 """From a request to its answer: generate for every prompt, and send what comes."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
 import anyio
@@ -18,6 +18,7 @@ from kvpage.integrations.openai.params import (
     chat_params,
     chat_prompt,
     completion_params,
+    demanded_functions,
     offered_tools,
     response_messages,
     response_params,
@@ -30,7 +31,7 @@ from kvpage.integrations.openai.requests import (
     StreamOptions,
 )
 from kvpage.integrations.openai.responses import ResponseAnswer
-from kvpage.integrations.openai.tool_calls import ToolCallReader, reader_for
+from kvpage.integrations.openai.tool_calls import HermesReader, LlamaReader, reader_for
 from kvpage.request import Prompt
 from kvpage.sampling import SamplingParams
 from kvpage.stream import Completion, TokenStream
@@ -144,13 +145,16 @@ async def chat_job(request: ChatRequest, engine: AsyncEngine) -> Job:
         ApiError: the request contradicts itself.
         RequestError: a parameter is out of range.
     """
-    params = chat_params(request, engine.model.default_params)
+    reader = _tool_reader(engine) if offered_tools(request) else None
+    demanded = demanded_functions(request)
+    call = reader.demand(demanded) if reader and demanded else None
+    params = chat_params(request, engine.model.default_params, call)
     answer = ChatAnswer(
         request.model,
         num_choices=params.n,
         texts=_texts(engine, bool(request.logprobs)),
         include_usage=_include_usage(request.stream_options),
-        new_reader=_tool_reader(engine) if offered_tools(request) else None,
+        new_reader=reader,
     )
     return Job(engine, request, [chat_prompt(request)], params, answer)
 
@@ -177,7 +181,7 @@ def _echoes(engine: AsyncEngine, prompts: Sequence[Prompt]) -> list[Echo]:
     ]
 
 
-def _tool_reader(engine: AsyncEngine) -> Callable[[], ToolCallReader]:
+def _tool_reader(engine: AsyncEngine) -> type[HermesReader | LlamaReader]:
     """Reads calls in the form that the model was taught.
 
     Raises:

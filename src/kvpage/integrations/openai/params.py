@@ -7,6 +7,7 @@ from typing import Any
 import attrs
 
 from kvpage.chat import Chat
+from kvpage.grammar import StructuredOutputs
 from kvpage.integrations.openai.errors import bad_request
 from kvpage.integrations.openai.requests import (
     AssistantMessage,
@@ -15,12 +16,17 @@ from kvpage.integrations.openai.requests import (
     GenerationRequest,
     InputMessage,
     InputText,
+    JsonObjectFormat,
+    JsonSchemaFormat,
+    JsonSchemaTextFormat,
     Message,
+    NamedTool,
     ResponseRequest,
     TextPart,
     Tool,
     ToolCall,
 )
+from kvpage.integrations.openai.tool_calls import Functions
 from kvpage.sampling import SamplingParams
 
 _SAME_NAMES = (
@@ -28,6 +34,8 @@ _SAME_NAMES = (
     *("min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids"),
     *("allowed_token_ids", "bad_words"),
 )
+
+ANY_OBJECT = StructuredOutputs(json_schema={"type": "object"})
 
 
 def completion_params(request: CompletionRequest, defaults: SamplingParams) -> SamplingParams:
@@ -48,11 +56,19 @@ def completion_params(request: CompletionRequest, defaults: SamplingParams) -> S
         max_tokens=request.max_tokens,
         logprobs=request.logprobs,
         prompt_logprobs=request.logprobs if request.echo else None,
+        structured_outputs=_form(request),
     )
 
 
-def chat_params(request: ChatRequest, defaults: SamplingParams) -> SamplingParams:
+def chat_params(
+    request: ChatRequest, defaults: SamplingParams, call: StructuredOutputs | None
+) -> SamplingParams:
     """How to answer `POST /v1/chat/completions`.
+
+    Args:
+        request: what was asked.
+        defaults: the model's own configuration.
+        call: the form of a tool call, if the answer must be one.
 
     Raises:
         ApiError: parameters contradict each other.
@@ -73,6 +89,7 @@ def chat_params(request: ChatRequest, defaults: SamplingParams) -> SamplingParam
         n=request.n,
         max_tokens=limits.pop() if limits else None,
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+        structured_outputs=_form(request, response_format=_chat_form(request), tool_choice=call),
     )
 
 
@@ -82,7 +99,8 @@ def response_params(request: ResponseRequest, defaults: SamplingParams) -> Sampl
     Raises:
         RequestError: a value is out of range.
     """
-    return _params(request, defaults, max_tokens=request.max_output_tokens)
+    form = _form(request, text=_response_form(request))
+    return _params(request, defaults, max_tokens=request.max_output_tokens, structured_outputs=form)
 
 
 def _params(request: GenerationRequest, defaults: SamplingParams, **chosen: Any) -> SamplingParams:
@@ -95,6 +113,68 @@ def _params(request: GenerationRequest, defaults: SamplingParams, **chosen: Any)
     return attrs.evolve(
         defaults, **{name: value for name, value in chosen.items() if value is not None}
     )
+
+
+def _form(
+    request: GenerationRequest, **others: StructuredOutputs | None
+) -> StructuredOutputs | None:
+    """The form of the output, by whichever parameter asks for one."""
+    own = request.structured_outputs
+    asked = {
+        "structured_outputs": None if own is None else StructuredOutputs(**own.model_dump()),
+        **others,
+    }
+    given = {name: form for name, form in asked.items() if form is not None}
+    if len(given) > 1:
+        names = " and ".join(given)
+        raise bad_request(f"{names} each ask for a form of the output: give one", [*given][-1])
+    return next(iter(given.values()), None)
+
+
+def _chat_form(request: ChatRequest) -> StructuredOutputs | None:
+    match request.response_format:
+        case JsonSchemaFormat() as wanted:
+            return StructuredOutputs(json_schema=wanted.json_schema.schema_)
+        case JsonObjectFormat():
+            return ANY_OBJECT
+    return None
+
+
+def _response_form(request: ResponseRequest) -> StructuredOutputs | None:
+    match request.text.format if request.text else None:
+        case JsonSchemaTextFormat() as wanted:
+            return StructuredOutputs(json_schema=wanted.schema_)
+        case JsonObjectFormat():
+            return ANY_OBJECT
+    return None
+
+
+def demanded_functions(request: ChatRequest) -> Functions:
+    """The functions of which one must be called; none if the model is free to call or not.
+
+    Raises:
+        ApiError: there is no such function, or one cannot be strict.
+    """
+    functions = {
+        tool.function.name: tool.function.parameters or {"type": "object"}
+        for tool in offered_tools(request)
+    }
+    wanted = request.tool_choice
+    if wanted == "required" or isinstance(wanted, NamedTool):
+        if isinstance(wanted, NamedTool):
+            functions = {k: v for k, v in functions.items() if k == wanted.function.name}
+        if not functions:
+            raise bad_request(
+                "tool_choice demands a function that tools does not have", "tool_choice"
+            )
+        return functions
+    if any(tool.function.strict for tool in offered_tools(request)):
+        raise bad_request(
+            "strict functions need tool_choice to be 'required' or one of them: a call that the "
+            "model is free to make cannot be promised to be valid",
+            "tools",
+        )
+    return {}
 
 
 def chat_prompt(request: ChatRequest) -> Chat:

@@ -47,6 +47,49 @@ class StreamOptions(Strict):
     include_obfuscation: Literal[False] | None = None
 
 
+class OutputForm(Strict):
+    """The form that an output must have, as vLLM names it; exactly one of these."""
+
+    json_schema: dict[str, Any] | str | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: Annotated[list[str], Field(min_length=1)] | None = None
+    grammar: str | None = None
+
+
+class TextFormat(Strict):
+    """Any text."""
+
+    type: Literal["text"]
+
+
+class JsonObjectFormat(Strict):
+    """Any JSON object."""
+
+    type: Literal["json_object"]
+
+
+class JsonSchema(Strict):
+    """JSON that is valid by a schema, always strictly."""
+
+    name: str
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+    description: Unsupported = None
+
+
+class JsonSchemaFormat(Strict):
+    """JSON that is valid by a schema."""
+
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+class JsonSchemaTextFormat(JsonSchema):
+    """The same, as `/v1/responses` writes it."""
+
+    type: Literal["json_schema"]
+
+
 class GenerationRequest(Strict):
     """What every endpoint understands. What is left out is as the model's own configuration says.
 
@@ -73,6 +116,7 @@ class GenerationRequest(Strict):
     stop_token_ids: list[TokenId] | None = None
     allowed_token_ids: Annotated[list[TokenId], Field(min_length=1)] | None = None
     bad_words: list[Stop] | None = None
+    structured_outputs: OutputForm | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = Field(
         None, description="Lower runs first."
     )
@@ -192,7 +236,7 @@ class FunctionDefinition(Strict):
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: Literal[False] | None = None
+    strict: bool | None = Field(None, description="True only where tool_choice demands a call.")
 
 
 class Tool(Strict):
@@ -202,10 +246,17 @@ class Tool(Strict):
     function: FunctionDefinition
 
 
-class TextFormat(Strict):
-    """Any text."""
+class FunctionName(Strict):
+    """One of the functions."""
 
-    type: Literal["text"]
+    name: str
+
+
+class NamedTool(Strict):
+    """Call this one."""
+
+    type: Literal["function"]
+    function: FunctionName
 
 
 class ChatRequest(GenerationRequest):
@@ -219,9 +270,12 @@ class ChatRequest(GenerationRequest):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = Field(
         None, description="Needs logprobs."
     )
-    response_format: TextFormat | None = None
+    response_format: (
+        Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
+        | None
+    ) = None
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: Literal[True] | None = None
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="Further names that the chat template may use."
@@ -269,7 +323,10 @@ class InputMessage(Strict):
 class TextOptions(Strict):
     """The form of the text."""
 
-    format: TextFormat | None = None
+    format: (
+        Annotated[TextFormat | JsonObjectFormat | JsonSchemaTextFormat, Field(discriminator="type")]
+        | None
+    ) = None
     verbosity: Unsupported = None
 
 

@@ -8,10 +8,12 @@ What looks like a call and is none is text, as the model wrote it.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import attrs
+
+from kvpage.grammar import StructuredOutputs
 
 
 @attrs.frozen
@@ -31,8 +33,16 @@ Piece = str | FunctionCall
 """Text to show, or a call."""
 
 
+Functions = Mapping[str, Mapping[str, Any]]
+"""The JSON schema of the arguments of each function."""
+
+
 class ToolCallReader(Protocol):
     """Reads the text of one output as it comes."""
+
+    @staticmethod
+    def demand(functions: Functions) -> StructuredOutputs:
+        """What an output must be to be one call of one of these."""
 
     def push(self, text: str) -> list[Piece]:
         """Add text; returns what is certain now."""
@@ -41,7 +51,7 @@ class ToolCallReader(Protocol):
         """What is left when no text will follow."""
 
 
-def reader_for(template: str) -> Callable[[], ToolCallReader] | None:
+def reader_for(template: str) -> "type[HermesReader | LlamaReader] | None":
     """Makes readers for the form that a chat template teaches; None if it teaches none of ours."""
     if "tools" not in template:
         return None
@@ -57,6 +67,13 @@ class HermesReader:
 
     OPEN = "<tool_call>"
     CLOSE = "</tool_call>"
+
+    @staticmethod
+    def demand(functions: Functions) -> StructuredOutputs:
+        """See `ToolCallReader`."""
+        call = json.dumps(_call_schema(functions, "arguments"))
+        lark = f'start: "<tool_call>\\n" call "\\n</tool_call>"\ncall: %json {call}'
+        return StructuredOutputs(grammar=lark)
 
     def __init__(self) -> None:
         self._held = ""
@@ -110,6 +127,11 @@ class HermesReader:
 class LlamaReader:
     """An answer that begins with `{` and is nothing but calls."""
 
+    @staticmethod
+    def demand(functions: Functions) -> StructuredOutputs:
+        """See `ToolCallReader`."""
+        return StructuredOutputs(json_schema=_call_schema(functions, "parameters"))
+
     def __init__(self) -> None:
         self._held = ""
         self._is_text = False
@@ -132,6 +154,21 @@ class LlamaReader:
         if calls and None not in calls:
             return [call for call in calls if call is not None]
         return _text(held)
+
+
+def _call_schema(functions: Functions, arguments_key: str) -> dict[str, Any]:
+    """JSON Schema of a call of one of the functions."""
+    calls = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": name}, arguments_key: schema},
+            "required": ["name", arguments_key],
+            "additionalProperties": False,
+        }
+        for name, schema in functions.items()
+    ]
+    # No free white space: models are not trained to write any, and small ones would not end.
+    return {"anyOf": calls, "x-guidance": {"whitespace_flexible": False}}
 
 
 def _text(text: str) -> list[Piece]:
