@@ -76,9 +76,9 @@ class EchoRunner:
         gate: open unless a test holds it.
     """
 
-    def __init__(self, *, free_steps: int | None = None) -> None:
+    def __init__(self, geometry: PoolGeometry = GEOMETRY, *, free_steps: int | None = None) -> None:
         self.gate = Gate(free_steps)
-        self._fake = FakeRunner(GEOMETRY, next_token=echo)
+        self._fake = FakeRunner(geometry, next_token=echo)
 
     def execute(self, plan: StepPlan) -> StepResult:
         self.gate.pass_through()
@@ -89,11 +89,14 @@ class EchoRunner:
 
 
 def echo_engine(
-    runner: EchoRunner | None = None, tokenizer: Any = None, **settings: Any
+    runner: EchoRunner | None = None,
+    tokenizer: Any = None,
+    geometry: PoolGeometry = GEOMETRY,
+    **settings: Any,
 ) -> AsyncEngine:
     """An engine over `echo`."""
     model = EngineModel("echo", VOCAB_SIZE, (END,), tokenizer or AsciiTokenizer())
-    return AsyncEngine.from_runner(runner or EchoRunner(), GEOMETRY, model, **settings)
+    return AsyncEngine.from_runner(runner or EchoRunner(geometry), geometry, model, **settings)
 
 
 @contextmanager
