@@ -47,8 +47,12 @@ async def generate(engine: AsyncEngine, chosen: list[list[int]]) -> list[list[in
 @pytest.mark.parametrize("allocator", ["fixed", "dynamic:min_block=2,max_extent=4"])
 @pytest.mark.parametrize("budget", [512, 16, 3])
 async def test_equals_generate_one_after_another(allocator: str, budget: int) -> None:
-    """Prompts about the window, chunks longer than it, outputs far beyond it."""
-    settings = {**POOL, "allocator": allocator, "max_batch_tokens": budget}
+    """Prompts about the window, chunks longer than it, outputs far beyond it.
+
+    What was given back is poisoned, so that no kernel reads it unnoticed.
+    """
+    settings = {**POOL, "prefix_cache": False, "checks": "everything"}
+    settings |= {"allocator": allocator, "max_batch_tokens": budget}
     async with AsyncEngine(model=mistral(), **settings) as engine:
         assert engine.geometry.num_slots < len(PROMPTS[-1])
         outputs = [(await generate(engine, [prompt]))[0] for prompt in PROMPTS]
