@@ -1,0 +1,156 @@
+"""Where the time of a step goes on a CPU, and what fusing and packing give.
+
+    python benchmarks/cpu_profile.py                  # steps of 1, 16 and 64 decoding sequences
+    python benchmarks/cpu_profile.py --rows 512 --weights int8
+
+The same weights three times: as transformers computes them, with packed linear layers, and as
+kvpage serves them. All three take the same steps in turn, so that a ratio holds on a busy machine;
+the best step of each counts. Then the parts of a step as kvpage serves it, and the time that one
+read of all weights takes, which no step with few rows can beat.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from time import perf_counter
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import typer
+
+from kvpage import pretrained
+from kvpage.blocks import PoolGeometry
+from kvpage.fusion import RMSNorm
+from kvpage.kernels import cpu, cpu_rows
+from kvpage.packed_linear import PackedLinear, pack_linears
+from kvpage.plan import StepPlan
+from kvpage.quantised_linear import QuantisedLinear
+from kvpage.runner import ModelRunner
+from kvpage.sampling import SamplingRows
+
+CONTEXT_TOKENS = 200
+BLOCK_SIZE = 16
+FORMS: dict[str, Callable[[Any, Callable[[Any], None]], bool]] = {
+    "plain": lambda _model, _pack: True,
+    "packed": lambda model, _pack: pack_linears(model.module) is None,
+    "served": pretrained.accelerate,
+}
+
+
+def load(form: str, weights: str | None) -> Any:
+    """The default model in one of the three forms."""
+    accelerate = pretrained.accelerate
+    pretrained.accelerate = FORMS[form]
+    try:
+        return pretrained.load_pretrained(weights=weights if form == "served" else None).model
+    finally:
+        pretrained.accelerate = accelerate
+
+
+def decode_step(rows: int) -> StepPlan:
+    """One token for each of so many sequences."""
+    blocks = CONTEXT_TOKENS // BLOCK_SIZE + 1
+    tables = np.arange(rows * blocks, dtype=np.int32).reshape(rows, blocks)
+    last = CONTEXT_TOKENS - 1
+    every = np.arange(rows)
+    return StepPlan(
+        rows=every.astype(np.int32),
+        query_lens=np.ones(rows, np.int32),
+        kv_lens=np.full(rows, CONTEXT_TOKENS, np.int32),
+        token_ids=every + 100,
+        positions=np.full(rows, last),
+        slots=tables[:, last // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE + last % BLOCK_SIZE,
+        block_tables=tables,
+        copies=np.empty((0, 2), np.int64),
+        sample_tokens=every,
+        sample_rows=every,
+        sample_indices=np.zeros(rows, np.int64),
+        sampling=SamplingRows.empty(rows),
+    )
+
+
+def seconds(call: Callable[[], object]) -> float:
+    started = perf_counter()
+    call()
+    return perf_counter() - started
+
+
+@contextmanager
+def timed(totals: dict[str, float]) -> Iterator[None]:
+    """Add up the time spent in linear layers, attention, and what lies between products."""
+    kinds: Sequence[tuple[str, Any, str]] = (
+        ("linear", PackedLinear, "forward"),
+        ("linear", QuantisedLinear, "forward"),
+        ("attention", cpu, "paged_attention"),
+        ("norms", RMSNorm, "forward"),
+        ("gates", cpu_rows, "silu_gate"),
+        ("rotations", cpu_rows, "rotate"),
+        ("writes", cpu_rows, "write"),
+    )
+    originals = [(owner, name, getattr(owner, name)) for _, owner, name in kinds]
+
+    def counted(kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            started = perf_counter()
+            result = function(*args, **kwargs)
+            totals[kind] = totals.get(kind, 0.0) + perf_counter() - started
+            return result
+
+        return call
+
+    for (kind, _, _), (owner, name, original) in zip(kinds, originals, strict=True):
+        setattr(owner, name, counted(kind, original))
+    try:
+        yield
+    finally:
+        for owner, name, original in originals:
+            setattr(owner, name, original)
+
+
+def parts(make_runner: Callable[[], ModelRunner], plan: StepPlan, steps: int) -> dict[str, float]:
+    """Seconds of the best step by part."""
+    best: dict[str, float] = {"all": math.inf}
+    totals: dict[str, float] = {}
+    with timed(totals):
+        runner = make_runner()  # it takes the functions as they are now
+        for _ in range(steps):
+            totals.clear()
+            whole = seconds(lambda: runner.execute(plan))
+            if whole < best["all"]:
+                best = {"all": whole, **totals, "the rest": whole - sum(totals.values())}
+    return best
+
+
+def read_seconds(num_bytes: int) -> float:
+    """One pass over so much memory, on all threads of torch."""
+    memory = torch.ones(num_bytes // 4)
+    return min(seconds(memory.sum) for _ in range(7))
+
+
+def main(
+    rows: Annotated[list[int], typer.Option(help="Sequences of a step.")] = [1, 16, 64],  # noqa: B006
+    weights: Annotated[str | None, typer.Option(help="'int8', or left out.")] = None,
+    steps: Annotated[int, typer.Option(help="Steps of each form.")] = 12,
+) -> None:
+    """Print milliseconds per step."""
+    geometry = PoolGeometry(max(rows) * (CONTEXT_TOKENS // BLOCK_SIZE + 1), BLOCK_SIZE, 1024)
+    models = {form: load(form, weights) for form in FORMS}
+    runners = {form: ModelRunner(model, geometry, "numba") for form, model in models.items()}
+    num_weights = sum(p.numel() for p in models["plain"].module.parameters())
+    num_bytes = num_weights * (1 if weights == "int8" else 4)
+    print(f"{torch.get_num_threads()} threads; one read of all weights: "
+          f"{read_seconds(num_bytes) * 1e3:.1f} ms")  # fmt: skip
+    for num_rows in rows:
+        plan = decode_step(num_rows)
+        best = dict.fromkeys(FORMS, math.inf)
+        for _ in range(steps):
+            for form, runner in runners.items():
+                best[form] = min(best[form], seconds(lambda: runner.execute(plan)))  # noqa: B023
+        print(f"\n{num_rows} rows: " + ", ".join(f"{f} {s * 1e3:.1f}" for f, s in best.items()))
+        found = parts(lambda: ModelRunner(models["served"], geometry, "numba"), plan, steps)
+        print("   " + ", ".join(f"{part} {s * 1e3:.2f}" for part, s in found.items()))
+
+
+if __name__ == "__main__":
+    typer.run(main)
