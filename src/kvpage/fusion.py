@@ -170,10 +170,21 @@ def accelerate(model: PagedModel, pack: Callable[[Any], None]) -> bool:
         if differ(before, _logits(model)):
             return False
         pack(model.module)
+        _let_go_of_the_file(model.module)
         _logits(model)
     except AttributeError:  # the family looks into its own layers
         return False
     return True
+
+
+def _let_go_of_the_file(module: torch.nn.Module) -> None:
+    """Copy what is left of the weights that were loaded.
+
+    Loaded weights are views of the checkpoint's file in memory. While one of them lives, be it the
+    weight of a norm, all of the file stays mapped beside what has been packed.
+    """
+    for tensor in (*module.parameters(), *module.buffers()):
+        tensor.data = tensor.data.clone()
 
 
 def fuse(model: PagedModel) -> None:

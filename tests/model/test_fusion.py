@@ -84,6 +84,16 @@ def test_weights_are_not_held_twice() -> None:
     assert sum(each.numel() for each in model.module.state_dict().values()) == numbers
 
 
+def test_nothing_is_left_of_what_was_loaded() -> None:
+    """One tensor that shares memory with the checkpoint's file would keep all of it."""
+    model = share_model(family_model("llama"))
+    loaded = [each.detach() for each in model.module.parameters()]
+    assert accelerate(model, pack_linears)
+    assert not {each.data_ptr() for each in loaded} & {
+        each.data_ptr() for each in model.module.state_dict().values()
+    }
+
+
 @pytest.mark.parametrize(
     "change",
     [
