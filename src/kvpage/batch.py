@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from kvpage.logits import History
 from kvpage.sampling import SamplingRows
-from kvpage.sequence import Sequence, SequenceState
+from kvpage.sequence import NO_ADAPTER, Sequence, SequenceState
 
 NO_TOKEN = -1
 
@@ -24,6 +24,7 @@ class RunningBatch:
         prompt_tokens: `int64[N]`.
         max_total_tokens: `int64[N]`.
         scored_tokens: `int64[N]`, see `Sequence.scored_tokens`.
+        adapters: `int32[N]`, see `Sequence.adapter`.
         stop_ids: `int32[N, S]`, tokens that end the row, padded with -1.
         sampling: the sampling parameters, by row.
         sequences: the sequence in each row, or None.
@@ -37,6 +38,7 @@ class RunningBatch:
         self.prompt_tokens: npt.NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
         self.max_total_tokens: npt.NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
         self.scored_tokens: npt.NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
+        self.adapters: npt.NDArray[np.int32] = np.full(max_num_seqs, NO_ADAPTER, np.int32)
         self.stop_ids: npt.NDArray[np.int32] = np.full((max_num_seqs, 4), NO_TOKEN, np.int32)
         self.sampling = SamplingRows.empty(max_num_seqs)
         self.sequences: list[Sequence | None] = [None] * max_num_seqs
@@ -57,6 +59,7 @@ class RunningBatch:
         self.prompt_tokens[row] = sequence.prompt_tokens
         self.max_total_tokens[row] = sequence.max_total_tokens
         self.scored_tokens[row] = sequence.scored_tokens
+        self.adapters[row] = sequence.adapter
         self._put_stop_ids(row, sequence.stop_token_ids)
         self.sampling.put(row, sequence.params, sequence.seed, sequence.rules, sequence.matcher)
         self.sequences[row] = sequence

@@ -1,8 +1,10 @@
 """Settings of an engine: what was asked, and the effective values that follow from it."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from os import PathLike
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 import attrs
@@ -33,6 +35,11 @@ DEFAULT_SWAP_SHARE = 0.25
 """Share of the available host memory that swap space takes at most unless it is asked for."""
 
 Preempt = Literal["recompute", "swap"]
+Adapters = Mapping[str, str | PathLike[str]]
+"""A folder or hub id for the name of each adapter."""
+
+NO_ADAPTERS: Adapters = MappingProxyType({})
+
 WhenBusy = Literal["wait", "raise"]
 Checks = Literal["grants", "everything"]
 KVDtype = Literal["auto", "float32", "bfloat16", "float16"]

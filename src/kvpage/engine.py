@@ -21,7 +21,7 @@ from kvpage.batch import RunningBatch
 from kvpage.block_manager import BlockManager
 from kvpage.blocks import PoolGeometry
 from kvpage.checks import CheckedScheduler
-from kvpage.config import EngineConfig, KVDtype, default_cpu_kv_bytes
+from kvpage.config import NO_ADAPTERS, Adapters, EngineConfig, KVDtype, default_cpu_kv_bytes
 from kvpage.engine_thread import (
     Cancel,
     Close,
@@ -71,7 +71,14 @@ class AsyncEngine:
     geometry: PoolGeometry
     model: EngineModel
 
-    def __init__(self, *, model: Any, tokenizer: Any = None, **settings: Any) -> None:
+    def __init__(
+        self,
+        *,
+        model: Any,
+        tokenizer: Any = None,
+        adapters: Adapters = NO_ADAPTERS,
+        **settings: Any,
+    ) -> None:
         """Serve a transformers model that the caller has loaded. It is not changed.
 
         Takes as long as one forward pass of a token; see `from_pretrained` for an event loop.
@@ -79,17 +86,20 @@ class AsyncEngine:
         Args:
             model: a decoder-only causal language model; its weights are shared, not copied.
             tokenizer: its tokenizer; without one, prompts are token ids.
+            adapters: LoRA adapters (the extra `lora`): a folder or hub id for each name by which
+                requests choose them.
             settings: see `EngineConfig`.
 
         Raises:
             UnsupportedModelError: the model's attention cannot be paged.
-            ConfigError: the settings cannot work.
+            ConfigError: the settings cannot work, or an adapter cannot be read or does not fit.
             PluginError: the allocator is unknown or breaks the rules.
         """
         from kvpage.model import share_model
 
         name = getattr(model.config, "name_or_path", "") or type(model).__name__
-        self._open_model(name, share_model(model), tokenizer, EngineConfig(**settings))
+        shared = share_model(model, adapters)
+        self._open_model(name, shared, tokenizer, EngineConfig(**settings))
 
     @classmethod
     def from_pretrained(
@@ -100,6 +110,7 @@ class AsyncEngine:
         device: "str | torch.device | None" = None,
         weights: Literal["int8"] | None = None,
         cache_dir: str | os.PathLike[str] | None = None,
+        adapters: Adapters = NO_ADAPTERS,
         **settings: Any,
     ) -> "OpeningEngine":
         """Load a model and start an engine over it, off the event loop.
@@ -114,11 +125,13 @@ class AsyncEngine:
                 a quarter of the memory, and faster on CPUs that multiply bytes; None leaves them as
                 they are.
             cache_dir: where converted models are kept; None takes the user's cache folder.
+            adapters: LoRA adapters (the extra `lora`): a folder or hub id for each name by which
+                requests choose them.
             settings: see `EngineConfig`.
 
         Raises:
             ConfigError: a setting cannot work (some are known only once the model is loaded), or
-                there is no such model.
+                there is no such model or adapter.
             UnsupportedModelError: the model's attention cannot be paged.
             PluginError: the allocator is unknown or breaks the rules.
         """
@@ -130,7 +143,12 @@ class AsyncEngine:
             from kvpage.pretrained import load_pretrained
 
             loaded = load_pretrained(
-                model, dtype=dtype, device=device, weights=weights, cache_dir=cache_dir
+                model,
+                dtype=dtype,
+                device=device,
+                weights=weights,
+                cache_dir=cache_dir,
+                adapters=adapters,
             )
             return cls.from_loaded(loaded, **settings)
 
@@ -184,6 +202,7 @@ class AsyncEngine:
         request_id: str | None = None,
         priority: int = 0,
         salt: str = "",
+        adapter: str | None = None,
     ) -> TokenStream:
         """Generate tokens for one prompt.
 
@@ -198,6 +217,7 @@ class AsyncEngine:
             request_id: unique among open requests; None makes one up.
             priority: lower runs first.
             salt: requests of different salts never share cached prefixes.
+            adapter: the name of the adapter to use; None uses the model as it is.
 
         Returns:
             The stream. Iterating it may raise `RequestError` (nothing was done), `RequestFailed`
@@ -205,7 +225,9 @@ class AsyncEngine:
         """
         number = next(self._numbers)
         chosen = params or self.model.default_params
-        new_keys = partial(ChainedKeys, self.geometry.block_size, secret=self._secret, salt=salt)
+        new_keys = partial(
+            ChainedKeys, self.geometry.block_size, secret=self._secret, salt=salt, adapter=adapter
+        )
         prepare_request = partial(
             prepare,
             prompt,
@@ -216,6 +238,7 @@ class AsyncEngine:
             window=self._window,
             new_keys=new_keys if self.config.prefix_cache else None,
             priority=priority,
+            adapter=adapter,
         )
         name = request_id if request_id is not None else f"kvpage-{number // MAX_CHOICES}"
 
@@ -236,9 +259,12 @@ class AsyncEngine:
         request_id: str | None = None,
         priority: int = 0,
         salt: str = "",
+        adapter: str | None = None,
     ) -> Completion:
         """Generate until the end, and return it whole. Arguments and errors as in `generate`."""
-        stream = self.generate(prompt, params, request_id=request_id, priority=priority, salt=salt)
+        stream = self.generate(
+            prompt, params, request_id=request_id, priority=priority, salt=salt, adapter=adapter
+        )
         async with stream:
             tokens = [token async for token in stream]
         return Completion.of(tokens)
@@ -361,6 +387,7 @@ class AsyncEngine:
             tokenizer,
             model.default_params,
             model.window,
+            model.adapters,
         )
         runner = ModelRunner(
             model,

@@ -2,12 +2,15 @@
 
 import copy
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
 import torch
 
+from kvpage.adapters import AdaptedTokens, adapting, attach_adapters
 from kvpage.attention import AttentionOptions, AttentionStep, attending
+from kvpage.config import NO_ADAPTERS, Adapters
 from kvpage.errors import UnsupportedModelError
 from kvpage.families import max_len, reasons_to_refuse, text_config
 from kvpage.kernels import AttentionBackend
@@ -97,12 +100,17 @@ class PagedModel:
         vocab_size: number of token ids that have an embedding.
         eos_token_ids: tokens that end a text.
         default_params: how the generation configuration would choose tokens.
+        adapters: names of the adapters that have been attached, in the order of their numbers.
         dtype: of weights, and of K and V.
         device: where it computes.
     """
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: Any, adapters: Sequence[str] = ()) -> None:
         """Take over `module`, a model whose attention implementation is ours.
+
+        Args:
+            module: the model, with its adapters attached.
+            adapters: their names.
 
         Raises:
             UnsupportedModelError: its attention cannot be paged.
@@ -117,7 +125,8 @@ class PagedModel:
         self.default_params = _default_params(module)
         self.dtype: torch.dtype = module.dtype
         self.device: torch.device = module.device
-        self.layers = _probed(module, self.logits)
+        self.adapters = tuple(adapters)
+        self.layers = _probed(module, self._adapted_logits)
 
     @property
     def bytes_per_token(self) -> int:
@@ -142,6 +151,7 @@ class PagedModel:
         positions: torch.Tensor | None,
         step: AttentionStep,
         keep: torch.Tensor,
+        adapted: AdaptedTokens | None = None,
     ) -> torch.Tensor:
         """One forward pass over packed tokens.
 
@@ -151,6 +161,7 @@ class PagedModel:
                 model to number.
             step: attends in each layer, and stores K and V.
             keep: `int64[n]`, the tokens whose logits are wanted.
+            adapted: the tokens that have adapters; None if there are none.
 
         Returns:
             `[n, vocabulary]`.
@@ -158,13 +169,25 @@ class PagedModel:
         inputs = {"input_ids": token_ids[None]}
         if positions is not None:
             inputs["position_ids"] = positions[None]
-        with attending(step):
+        with attending(step), adapting(adapted):
             if self._keeps_logits:
                 output = self.module(**inputs, use_cache=False, logits_to_keep=keep)
                 logits: torch.Tensor = output.logits[0]
                 return logits
             logits = self.module(**inputs, use_cache=False).logits[0]
             return logits[keep]
+
+    def _adapted_logits(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor | None,
+        step: AttentionStep,
+        keep: torch.Tensor,
+    ) -> torch.Tensor:
+        """Every adapter for every token, so that one that cannot work shows when it is loaded."""
+        every = dict.fromkeys(range(len(self.adapters)))
+        adapted = AdaptedTokens(len(token_ids), every) if every else None
+        return self.logits(token_ids, positions, step, keep, adapted)
 
 
 def check_supported(config: Any, model_class: Any) -> None:
@@ -197,18 +220,25 @@ def model_class_of(config: Any) -> Any:
     return mapping.get(type(config), None)
 
 
-def share_model(model: Any) -> PagedModel:
+def share_model(model: Any, adapters: Adapters = NO_ADAPTERS) -> PagedModel:
     """A paged model over the same weights as `model`, which is not changed.
 
     The module tree and its configuration are copied, and so are buffers that are no part of a
     checkpoint: rotary frequencies are such, and LongRoPE writes into them. All else is shared.
 
+    Args:
+        model: the caller's.
+        adapters: see `attach_adapters`.
+
     Raises:
         UnsupportedModelError: the model's attention cannot be paged.
+        ConfigError: an adapter cannot be read, or does not fit.
     """
     check_supported(model.config, type(model))
     tensors = [*model.parameters(), *model.state_dict(keep_vars=True).values()]
-    return PagedModel(copy.deepcopy(model, {id(tensor): tensor for tensor in tensors}))
+    module = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+    attach_adapters(module, adapters)
+    return PagedModel(module, tuple(adapters))
 
 
 def _eos_token_ids(module: Any) -> tuple[int, ...]:

@@ -56,6 +56,7 @@ class StepPlan:
         swap_outs: `int64[O, 2]`, pairs (block, host block) to copy to the host before all else.
         swap_ins: `int64[I, 2]`, pairs (host block, block) to copy back after `copies`, before
             anything is written.
+        adapters: `int32[S]`, see `Sequence.adapter`; None if no sequence of the step has one.
     """
 
     rows: npt.NDArray[np.int32]
@@ -74,6 +75,7 @@ class StepPlan:
     prompt_scores: PromptScores | None = None
     swap_outs: npt.NDArray[np.int64] = NO_PAIRS
     swap_ins: npt.NDArray[np.int64] = NO_PAIRS
+    adapters: npt.NDArray[np.int32] | None = None
 
 
 @attrs.frozen(eq=False)

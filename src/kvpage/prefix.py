@@ -43,13 +43,18 @@ class ChainedKeys:
     Args:
         block_size: tokens per block.
         secret: key of the hash, one per engine, at most 64 bytes.
-        salt: sequences of different salts share nothing (tenants, adapters).
+        salt: sequences of different salts share nothing (tenants).
+        adapter: nor do those of different adapters, whose K and V differ.
     """
 
-    def __init__(self, block_size: int, *, secret: bytes, salt: str = "") -> None:
+    def __init__(
+        self, block_size: int, *, secret: bytes, salt: str = "", adapter: str | None = None
+    ) -> None:
         self._block_size = block_size
         self._secret = secret
-        self._root = blake2b(salt.encode(), digest_size=16, key=secret).digest() if salt else b""
+        tenant = repr((salt, adapter)).encode()
+        plain = not salt and adapter is None
+        self._root = b"" if plain else blake2b(tenant, digest_size=16, key=secret).digest()
         self._keys: list[BlockKey] = []
 
     def first(self, num_blocks: int, tokens: npt.NDArray[np.int32]) -> list[BlockKey]:

@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from hashlib import blake2b
@@ -15,7 +15,9 @@ from typing import Any, Literal, TypeAlias
 import attrs
 import torch
 
+from kvpage.adapters import attach_adapters
 from kvpage.attention import ATTENTION_NAME, register_attention
+from kvpage.config import NO_ADAPTERS, Adapters
 from kvpage.errors import ConfigError
 from kvpage.fusion import accelerate
 from kvpage.model import PagedModel, check_supported, model_class_of
@@ -53,6 +55,7 @@ def load_pretrained(
     device: str | torch.device | None = None,
     weights: Weights | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
+    adapters: Adapters = NO_ADAPTERS,
 ) -> Pretrained:
     """Load a model and its tokenizer. Blocks; call it from a thread.
 
@@ -63,10 +66,11 @@ def load_pretrained(
         weights: `"int8"` rounds the weights of linear layers and of the embedding to one byte, on a
             CPU; None leaves them as they are.
         cache_dir: where converted models are kept; None takes `kvpage` in the user's cache.
+        adapters: see `attach_adapters`.
 
     Raises:
-        ConfigError: there is no such model, or something needed to read it is not installed; or
-            `weights` cannot be had here.
+        ConfigError: there is no such model or adapter, or something needed to read it is not
+            installed; or `weights` cannot be had here.
         UnsupportedModelError: its attention cannot be paged; said before weights are read.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -84,28 +88,31 @@ def load_pretrained(
             module = AutoModelForCausalLM.from_pretrained(
                 folder, dtype=_dtype(dtype, target), attn_implementation=ATTENTION_NAME
             )
-        return module.to(target)
+        module = module.to(target)
+        attach_adapters(module, adapters)
+        return module
 
     try:
         config = AutoConfig.from_pretrained(folder)
         check_supported(config, model_class_of(config))
         register_attention()
-        paged = _paged(load, weights)
+        paged = _paged(load, tuple(adapters), weights)
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except (OSError, ImportError) as error:
         raise ConfigError(f"model {str(source)!r} cannot be loaded: {error}") from error
     return Pretrained(_name(source), paged, tokenizer)
 
 
-def _paged(load: Callable[[], Any], weights: Weights | None) -> PagedModel:
+def _paged(load: Callable[[], Any], adapters: Sequence[str], weights: Weights | None) -> PagedModel:
     """A paged model of our own; on a CPU, in the form that computes fastest.
 
     Args:
         load: builds the model. Called again if a family turns out to look into its layers, where
             others are now: it is then served as it is.
+        adapters: names of those that it has.
         weights: see `load_pretrained`.
     """
-    model = PagedModel(load())
+    model = PagedModel(load(), adapters)
     if model.device.type != "cpu" or model.dtype != torch.float32:
         return model
     if accelerate(model, quantise_weights if weights == "int8" else pack_linears):
@@ -115,7 +122,7 @@ def _paged(load: Callable[[], Any], weights: Weights | None) -> PagedModel:
             f"weights='int8' is not possible for model type {model.config.model_type!r}, whose "
             "code looks into its layers; leave weights out"
         )
-    return PagedModel(load())
+    return PagedModel(load(), adapters)
 
 
 @contextmanager

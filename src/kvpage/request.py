@@ -18,7 +18,7 @@ from kvpage.guided import LLGuidance
 from kvpage.logits import TokenRules
 from kvpage.prefix import PrefixKeys
 from kvpage.sampling import SamplingParams
-from kvpage.sequence import FinishReason
+from kvpage.sequence import NO_ADAPTER, FinishReason
 from kvpage.sequence import Sequence as EngineSequence
 from kvpage.stop_strings import StopStrings
 from kvpage.stream import Mailbox
@@ -44,6 +44,7 @@ class EngineModel:
         default_params: for requests that bring none.
         window: every layer attends to so many tokens at most, the token itself included; what is
             behind may be given back. 0: some layer attends to all.
+        adapters: names of its adapters, in the order of their numbers.
         grammars: compiles the grammars of requests; by llguidance, unless others are given.
     """
 
@@ -53,6 +54,7 @@ class EngineModel:
     tokenizer: Any = None
     default_params: SamplingParams = attrs.field(factory=SamplingParams)
     window: int = 0
+    adapters: tuple[str, ...] = ()
     grammars: Grammars = attrs.field(
         default=attrs.Factory(
             lambda self: LLGuidance(self.tokenizer, self.vocab_size, self.eos_token_ids),
@@ -81,6 +83,19 @@ class EngineModel:
                 f"token ids must be between 0 and {self.vocab_size - 1}, got {strangers[0]}"
             )
         return array.astype(np.int32)
+
+    def adapter_number(self, name: str | None) -> int:
+        """The number of an adapter; `NO_ADAPTER` for None.
+
+        Raises:
+            RequestError: there is none of this name; the sentence names those that there are.
+        """
+        if name is None:
+            return NO_ADAPTER
+        if name not in self.adapters:
+            known = ", ".join(self.adapters) or "none"
+            raise RequestError(f"there is no adapter {name!r}; this engine has: {known}")
+        return self.adapters.index(name)
 
     def detokenizer(self) -> Detokenizer | None:
         """A new decoder for the output of one request; None without a tokenizer."""
@@ -262,6 +277,7 @@ def prepare(
     window: int,
     new_keys: Callable[[], PrefixKeys] | None,
     priority: int,
+    adapter: str | None = None,
 ) -> tuple[OpenChoice, ...]:
     """Encode and check a request, for `params.n` choices. May take long; call it from a thread.
 
@@ -273,6 +289,7 @@ def prepare(
     """
     if not isinstance(priority, int):
         raise RequestError(f"priority must be a whole number, got {priority!r}")
+    adapter_number = model.adapter_number(adapter)
     tokens = model.encode(prompt)
     _check_vocabulary(params, model.vocab_size)
     stop_token_ids = params.stop_token_ids
@@ -291,6 +308,7 @@ def prepare(
         seed=seed,
         rules=_rules(params, stop_token_ids, model),
         matcher=matcher,
+        adapter=adapter_number,
         stop_token_ids=stop_token_ids,
         prefix_keys=new_keys() if new_keys else None,
         priority=priority,

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvpage.adapters import AdaptedTokens
 from kvpage.blocks import PoolGeometry
 from kvpage.host_pools import HostPools
 from kvpage.kernels import BackendName, attention_backend
@@ -149,11 +150,21 @@ class ModelRunner:
             self._upload(plan.positions),
             self._pools.step(batch, self._upload(plan.slots)),
             self._upload(_kept_tokens(plan)),
+            self._adapted(plan),
         )
 
+    def _adapted(self, plan: StepPlan) -> AdaptedTokens | None:
+        if plan.adapters is None:
+            return None
+        return AdaptedTokens.of(plan.adapters, plan.query_lens, self._model.device)
+
     def _replayed(self, plan: StepPlan, batch: AttentionBatch) -> torch.Tensor | None:
-        """The same from a captured graph; None unless the step is pure decoding and fits one."""
-        if self._graphs is None or len(plan.token_ids) > len(plan.rows):
+        """The same from a captured graph; None unless the step is pure decoding and fits one.
+
+        A graph repeats what it captured, so it knows no adapters.
+        """
+        decodes = len(plan.token_ids) == len(plan.rows)
+        if self._graphs is None or not decodes or plan.adapters is not None:
             return None
         step = DecodeStep(plan.token_ids, plan.positions, plan.slots, batch)
         logits = self._graphs.run(step)

@@ -22,7 +22,7 @@ from kvpage.errors import AllocatorFault, OutgrewPool, OutOfBlocks, RequestFaile
 from kvpage.plan import PromptScores, StepPlan, StepResult
 from kvpage.prefix import BlockKey
 from kvpage.sampling import Logprobs
-from kvpage.sequence import FinishReason, Sequence, SequenceState
+from kvpage.sequence import NO_ADAPTER, FinishReason, Sequence, SequenceState
 from kvpage.swap import SwapSpace
 
 WATERMARK = 0.01
@@ -475,6 +475,7 @@ class Scheduler:
         sample_rows = rows[samples]
         sampling = batch.sampling.take(sample_rows)
         swap_outs, swap_ins = self.swap.take()
+        adapters = batch.adapters[rows]
         return StepPlan(
             rows=rows.astype(np.int32),
             query_lens=query_lens.astype(np.int32),
@@ -492,6 +493,7 @@ class Scheduler:
             prompt_scores=self._prompt_scores(rows, query_lens, computed),
             swap_outs=swap_outs,
             swap_ins=swap_ins,
+            adapters=adapters if (adapters != NO_ADAPTER).any() else None,
         )
 
     def _prompt_scores(

@@ -13,6 +13,8 @@ from kvpage.logits import TokenRules
 from kvpage.prefix import PrefixKeys
 from kvpage.sampling import Logprobs, SamplingParams
 
+NO_ADAPTER = -1
+
 FinishReason = Literal["stop", "length"]
 
 
@@ -40,6 +42,7 @@ class Sequence:
         seed: the effective seed.
         rules: what its parameters allow, forbid and favour; None where they have no such rules.
         matcher: follows its output through the grammar that it must have; None without one.
+        adapter: the number of its adapter among the model's; `NO_ADAPTER` means none.
         stop_token_ids: the tokens that end it (the model's own and the request's).
         fork_of: a sequence of the same prompt, whose blocks it shares if that one runs when it is
             admitted.
@@ -62,6 +65,7 @@ class Sequence:
     seed: int = 0
     rules: TokenRules | None = None
     matcher: Matcher | None = None
+    adapter: int = NO_ADAPTER
     stop_token_ids: tuple[int, ...] = ()
     fork_of: "Sequence | None" = None
     prefix_keys: PrefixKeys | None = None

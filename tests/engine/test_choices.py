@@ -1,5 +1,7 @@
 """Several outputs of one prompt: `n` above 1."""
 
+from typing import Any
+
 import anyio
 import pytest
 
@@ -89,7 +91,7 @@ async def test_a_failing_choice_ends_its_request_and_no_other() -> None:
         assert engine.stats().requests_failed == 1
 
 
-async def sampled(n: int, **settings: object) -> Completion:
+async def sampled(n: int, **settings: Any) -> Completion:
     params = SamplingParams(n=n, max_tokens=12, seed=7, temperature=1.5)
     settings = {"kv_memory": "1024 tokens", **settings}
     async with AsyncEngine(model=tiny_model("llama"), block_size=8, **settings) as engine:
