@@ -187,13 +187,18 @@ def _read(module: Any, name: str, source: str) -> dict[str, LowRank]:
     _check_plain(name, config)
     with _reading(name, source):
         skeleton = peft.inject_adapter_in_model(config, _skeleton(module))
+    layers = _adapted(name, module, skeleton)
+    with _reading(name, source):
         weights = peft.load_peft_weights(source, device="cpu")
         loaded = peft.set_peft_model_state_dict(skeleton, weights)
     missing = [key for key in loaded.missing_keys if ".lora_" in key]
     for strange, what in ((loaded.unexpected_keys, "does not use"), (missing, "lacks")):
         if strange:
             raise ConfigError(f"adapter {name!r} does not fit: the model {what} {strange[0]!r}")
-    return dict(_updates(name, module, skeleton))
+    return {
+        place: _low_rank(layer, module.get_submodule(place).weight)
+        for place, layer in layers.items()
+    }
 
 
 @contextmanager
@@ -202,7 +207,7 @@ def _reading(name: str, source: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, TypeError, KeyError, RuntimeError) as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = " ".join(line.strip() for line in str(error).splitlines()[:2])
         raise ConfigError(f"adapter {name!r} cannot be read from {source!r}: {reason}") from error
 
 
@@ -229,20 +234,33 @@ def _skeleton(module: Any) -> Any:
     return copy.deepcopy(module, tensors)
 
 
-def _updates(name: str, module: Any, skeleton: Any) -> Iterator[tuple[str, LowRank]]:
-    """What peft has put into the skeleton, in the model's own precision and place."""
+def _adapted(name: str, module: Any, skeleton: Any) -> dict[str, Any]:
+    """The layers that peft has adapted in the skeleton, by name.
+
+    Raises:
+        ConfigError: one of them is not an inner linear layer, or does more than add.
+    """
     from peft.tuners import lora
 
-    output = module.get_output_embeddings()
-    for place, layer in skeleton.named_modules():
-        if not isinstance(layer, lora.LoraLayer):
-            continue
+    found = {
+        place: layer
+        for place, layer in skeleton.named_modules()
+        if isinstance(layer, lora.LoraLayer)
+    }
+    for place, layer in found.items():
         base = module.get_submodule(place)
-        if type(layer) is not lora.Linear or layer.lora_variant or base is output:
+        # The output layer sees only the tokens whose logits are wanted.
+        outer = base is module.get_output_embeddings()
+        if type(layer) is not lora.Linear or layer.lora_variant or outer:
             raise ConfigError(
                 f"adapter {name!r} is not plain LoRA of inner linear layers: it adapts {place!r}, "
                 f"a {type(base).__name__}"
             )
-        [key] = layer.scaling
-        a, b = (part[key].weight.detach().to(base.weight) for part in (layer.lora_A, layer.lora_B))
-        yield place, LowRank(a, b, layer.scaling[key])
+    return found
+
+
+def _low_rank(layer: Any, weight: torch.Tensor) -> LowRank:
+    """The adapter of one of peft's layers, in the precision and place of the model's weight."""
+    [name] = layer.scaling
+    a, b = (part[name].weight.detach().to(weight) for part in (layer.lora_A, layer.lora_B))
+    return LowRank(a, b, layer.scaling[name])
