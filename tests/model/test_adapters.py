@@ -254,7 +254,8 @@ TOKENIZER = {
 # -- one layer -------------------------------------------------------------------------------------
 
 
-def test_each_token_gets_the_products_of_its_adapter() -> None:
+@pytest.mark.parametrize("sequences", [[2, -1, 0, 1, 2], [0, 0, 0, 0, 0], [-1, -1, -1, -1, 2]])
+def test_each_token_gets_the_products_of_its_adapter(sequences: list[int]) -> None:
     """Tokens without one keep, bit for bit, what the layer gives them."""
     generator = torch.Generator().manual_seed(2)
 
@@ -267,7 +268,7 @@ def test_each_token_gets_the_products_of_its_adapter() -> None:
         2: LowRank(random(1, 12), random(20, 1), 2),
     }
     layer = AdaptedLinear(base, updates)
-    adapters, lengths = np.array([2, -1, 0, 1, 2], np.int32), np.array([3, 2, 1, 4, 1], np.int32)
+    adapters, lengths = np.array(sequences, np.int32), np.array([3, 2, 1, 4, 1], np.int32)
     inputs = random(1, int(lengths.sum()), 12)
     tokens = AdaptedTokens.of(adapters, lengths, torch.device("cpu"))
     with torch.inference_mode(), adapting(tokens):

@@ -14,7 +14,7 @@ from kvpage.kernels.graphs import Run
 from kvpage.model import share_model
 from kvpage.runner import GraphOptions, ModelRunner
 from kvpage.scheduler import Scheduler
-from kvpage.sequence import Sequence
+from kvpage.sequence import NO_ADAPTER, Sequence
 from tests.model.tiny import greedy, prompts, tiny_model
 
 MAX_TOKENS = 6
@@ -70,8 +70,14 @@ class EagerRecorder:
         return replay
 
 
-def test_a_runner_with_graphs_decodes_as_one_without(device: str) -> None:
-    """Two sequences through static buffers of a larger batch: the same tokens, step by step."""
+@pytest.mark.parametrize(("adapter", "replays"), [(NO_ADAPTER, 3), (0, 0)])
+def test_a_runner_with_graphs_decodes_as_one_without(
+    device: str, adapter: int, replays: int
+) -> None:
+    """Two sequences through static buffers of a larger batch: the same tokens, step by step.
+
+    A step that has an adapter in it is not replayed: a graph knows none.
+    """
     geometry = PoolGeometry(num_blocks=16, block_size=8, max_model_len=32)
     recorder = EagerRecorder()
     options = GraphOptions(max_sequences=3, make_recorder=lambda: recorder)
@@ -90,6 +96,7 @@ def test_a_runner_with_graphs_decodes_as_one_without(device: str) -> None:
                 len(prompt),
                 len(prompt) + 4,
                 SamplingParams(temperature=0),
+                adapter=adapter if number == 0 else NO_ADAPTER,
             )
             for number, prompt in enumerate(PROMPTS[:2])
         ]
@@ -99,4 +106,4 @@ def test_a_runner_with_graphs_decodes_as_one_without(device: str) -> None:
             scheduler.update(plan, runner.execute(plan))
         outputs.append([sequence.tokens.tolist() for sequence in sequences])
     assert outputs[0] == outputs[1]
-    assert recorder.replays == 3  # the first of four tokens comes with the prompt
+    assert recorder.replays == replays  # the first of four tokens comes with the prompt
