@@ -225,10 +225,12 @@ def test_a_loaded_model_with_packed_layers_has_adapters_too(
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
 
 
-async def test_a_model_loaded_from_a_folder_has_adapters(tmp_path: Path) -> None:
-    """`from_pretrained` brings the layers into their fastest form around them."""
+@pytest.mark.parametrize("targets", [["q_proj", "v_proj"], ["down_proj"], "all-linear"])
+async def test_a_model_loaded_from_a_folder_has_adapters(targets: Any, tmp_path: Path) -> None:
+    """`from_pretrained` fuses and packs layers around those that are adapted, never these away."""
     model = tiny_model("llama")
-    adapted = adapter_of(model, tmp_path / "adapter", 7, r=4, target_modules="all-linear")
+    config = {"r": 4, "target_modules": targets, "layers_to_transform": [1]}
+    adapted = adapter_of(model, tmp_path / "adapter", 7, **config)
     model.save_pretrained(tmp_path / "model")
     (tmp_path / "model" / "tokenizer.json").write_text(json.dumps(TOKENIZER))
     opening = AsyncEngine.from_pretrained(
