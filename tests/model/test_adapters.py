@@ -225,11 +225,14 @@ def test_a_loaded_model_with_packed_layers_has_adapters_too(
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("targets", [["q_proj", "v_proj"], ["down_proj"], "all-linear"])
-async def test_a_model_loaded_from_a_folder_has_adapters(targets: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("layers", [[1], None])
+@pytest.mark.parametrize("targets", [["q_proj", "v_proj"], ["down_proj"]])
+async def test_a_model_loaded_from_a_folder_has_adapters(
+    targets: list[str], layers: list[int] | None, tmp_path: Path
+) -> None:
     """`from_pretrained` fuses and packs layers around those that are adapted, never these away."""
     model = tiny_model("llama")
-    config = {"r": 4, "target_modules": targets, "layers_to_transform": [1]}
+    config = {"r": 4, "target_modules": targets, "layers_to_transform": layers}
     adapted = adapter_of(model, tmp_path / "adapter", 7, **config)
     model.save_pretrained(tmp_path / "model")
     (tmp_path / "model" / "tokenizer.json").write_text(json.dumps(TOKENIZER))
