@@ -4,7 +4,7 @@ import socket
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -100,11 +100,11 @@ def echo_engine(
 
 
 @contextmanager
-def serving(app: ASGIApp) -> Iterator[str]:
+def serving(app: ASGIApp, lifespan: Literal["on", "off"] = "off") -> Iterator[str]:
     """Serve `app` by uvicorn in a thread; yields its address."""
     with socket.create_server(("127.0.0.1", 0), backlog=512) as listener:  # queues from here on
         config = uvicorn.Config(
-            app, lifespan="off", ws="none", log_config=None, timeout_graceful_shutdown=1
+            app, lifespan=lifespan, ws="none", log_config=None, timeout_graceful_shutdown=1
         )
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
