@@ -89,7 +89,7 @@ def utilisation(page: "Page") -> None:
         axes.bar(
             places + 0.27 * (i - 1), 100 * np.array(shares), 0.25, label=name, color=COLOURS[i]
         )
-    axes.axhspan(20, 40, color="#999999", alpha=0.25, label="said of rows: 20-40 %", lw=0)
+    axes.axhspan(20, 40, color="#999999", alpha=0.25, label="said of rows: 20-40 %", lw=0, zorder=0)
     axes.set_xticks(places, WORKLOADS)
     axes.set_ylim(0, 118)
     axes.legend(fontsize="small", ncol=2, loc="upper center", frameon=False)

@@ -4,10 +4,10 @@
     python benchmarks/tune_check.py TRACES --cost found.json        # on a machine that was measured
     python benchmarks/tune_check.py TRACE.csv.gz --measured         # end to end
 
-By simulation: the search, and every candidate of the same space, over the same requests. The machine
-is that of `kvpage tune --json found.json`, or arithmetic for 8 billion parameters on an H100.
-Measured: the recommendation, against `fixed` and `dynamic` at every block size with the memory and
-the batch that it recommends, in turn.
+By simulation: the search, and every candidate of the same space, over the same requests. The
+machine is that of `kvpage tune --json found.json`, or arithmetic for 8 billion parameters on an
+H100. Measured: the recommendation, against `fixed` and `dynamic` at every block size with the
+memory and the batch that it recommends, in turn.
 """
 
 import asyncio
@@ -28,9 +28,7 @@ from kvpage.tuning.search import simulate
 from kvpage.tuning.tuning import About, Tuning
 
 ALLOWED_LOSS = 0.03
-SPACE = SearchSpace(
-    memory_shares=(0.25, 0.5, 1.0), max_num_seqs=(16, 64, 256), max_batch_tokens=(256, 1024, 4096)
-)
+SPACE = SearchSpace(memory_shares=(0.5, 1.0), max_num_seqs=(32, 256), max_batch_tokens=(512, 2048))
 H100_KV_BYTES = 8 * 2**30
 H100_KV_BYTES_PER_TOKEN = 128 * 1024
 
@@ -116,7 +114,8 @@ def main(
         good = [asyncio.run(measured(file, model, scale, seconds)) for file in files]
     else:
         print(
-            "| trace | recommended | best of the sweep | loss, % | simulated |\n|---|---|---|---|---|"
+            "| trace | recommended | best of the sweep | loss, % | simulated |\n"
+            "|---|---|---|---|---|"
         )
         machine = h100() if cost is None else read_cost(cost)
         good = []
