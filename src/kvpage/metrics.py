@@ -68,11 +68,16 @@ class _EngineCollector(Collector):
             ("output_tokens", stats.output_tokens, "Tokens generated."),
             ("preemptions", stats.preemptions, "Times a running sequence lost its blocks."),
             ("swapped_preemptions", stats.swapped_preemptions, "Of these, kept in host memory."),
+            ("swap_full", stats.swap_full, "Preemptions that host memory had no room for."),
             ("recomputed_tokens", stats.recomputed_tokens, "Tokens lost by preemption."),
         ):
             counter = self._counter(name, help_text)
             counter.add_metric([*self._labels.values()], value)
             yield counter
+        swapped = self._counter("swapped_blocks", "Blocks copied to host memory or back.", "to")
+        swapped.add_metric([*self._labels.values(), "host"], stats.swap.swapped_out_blocks)
+        swapped.add_metric([*self._labels.values(), "pool"], stats.swap.swapped_in_blocks)
+        yield swapped
 
     def _gauges(self, stats: EngineStatistics) -> Iterator[Metric]:
         blocks = self._gauge("blocks", "KV-cache blocks by state.", "state")
@@ -80,6 +85,11 @@ class _EngineCollector(Collector):
             count = getattr(stats.pool, f"{state}_blocks")
             blocks.add_metric([*self._labels.values(), state], count)
         yield blocks
+        swap = self._gauge("swap_blocks", "Blocks of host memory by state.", "state")
+        used, total = stats.swap.used_blocks, stats.swap.num_blocks
+        swap.add_metric([*self._labels.values(), "free"], total - used)
+        swap.add_metric([*self._labels.values(), "used"], used)
+        yield swap
         for name, value, help_text in (
             ("running_requests", stats.num_running, "Sequences in the batch."),
             ("waiting_requests", stats.num_waiting, "Sequences in the queue."),

@@ -56,6 +56,17 @@ async def test_requests_tokens_and_latencies_are_counted() -> None:
     assert samples["kvpage_blocks", "state=used"] == 0
 
 
+async def test_host_memory_is_counted() -> None:
+    """Blocks of it by state, and those copied there and back, as in the statistics."""
+    registry = CollectorRegistry()
+    async with fake_engine(preempt="swap", swap_memory="8 blocks") as engine:
+        metrics.register(engine, registry)
+        samples = scraped(registry)
+    states = {state: samples["kvpage_swap_blocks", f"state={state}"] for state in ("free", "used")}
+    assert states == {"free": 8, "used": 0}
+    assert samples["kvpage_swapped_blocks_total", "to=host"] == 0
+
+
 async def test_counters_never_go_down() -> None:
     """Over more requests and a close, every counter and bucket only grows."""
     registry = CollectorRegistry()
