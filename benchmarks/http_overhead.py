@@ -41,10 +41,11 @@ async def in_process(engine: kvpage.AsyncEngine, requests: list[tuple[list[int],
     return perf_counter() - started
 
 
-async def over_http(url: str, requests: int) -> float:
+async def over_http(url: str, requests: int, max_tokens: int) -> float:
     """Seconds that a process of clients takes for the same."""
     clients = await asyncio.create_subprocess_exec(
-        *(sys.executable, __file__, "--requests", str(requests), "--clients-of", url),
+        *(sys.executable, __file__, "--requests", str(requests)),
+        *("--max-tokens", str(max_tokens), "--clients-of", url),
         stdout=asyncio.subprocess.PIPE,
     )
     output, _ = await clients.communicate()
@@ -98,9 +99,14 @@ async def tick(gaps: list[float]) -> None:
         last = now
 
 
-async def compare(num_requests: int, pairs: int) -> None:
+def cut_workload(num_requests: int, max_tokens: int) -> list[tuple[list[int], int]]:
+    """The workload with shorter answers, to try this program."""
+    return [(prompt, min(n, max_tokens)) for prompt, n in workload(num_requests)]
+
+
+async def compare(num_requests: int, max_tokens: int, pairs: int) -> None:
     """Run both in turn and print what came of it."""
-    requests = workload(num_requests)
+    requests = cut_workload(num_requests, max_tokens)
     num_tokens = sum(n for _, n in requests)
     settings: dict[str, Any] = {"prefix_cache": False, "kv_memory": "32768 tokens"}
     rates: dict[str, list[float]] = {"in-process": [], "HTTP": []}
@@ -117,7 +123,7 @@ async def compare(num_requests: int, pairs: int) -> None:
                 for name, measured in rates.items():
                     ticking = asyncio.create_task(tick(gaps[name]))
                     if name == "HTTP":
-                        seconds = await over_http(url, num_requests)
+                        seconds = await over_http(url, num_requests, max_tokens)
                     else:
                         seconds = await in_process(engine, requests)
                     ticking.cancel()
@@ -137,14 +143,15 @@ async def compare(num_requests: int, pairs: int) -> None:
 
 def main(
     requests: Annotated[int, typer.Option(help="How many of the 64 requests.")] = 64,
+    max_tokens: Annotated[int, typer.Option(help="Cut longer answers.")] = 384,
     pairs: Annotated[int, typer.Option(help="Runs of each.")] = 3,
     clients_of: Annotated[str, typer.Option(hidden=True)] = "",
 ) -> None:
     """Compare tokens a second in-process and over HTTP."""
     if clients_of:
-        asyncio.run(clients(clients_of, workload(requests)))
+        asyncio.run(clients(clients_of, cut_workload(requests, max_tokens)))
     else:
-        asyncio.run(compare(requests, pairs))
+        asyncio.run(compare(requests, max_tokens, pairs))
 
 
 if __name__ == "__main__":
