@@ -99,6 +99,7 @@ async def test_a_snapshot_of_an_engine_tells_no_request_id() -> None:
     assert snapshot.name == "fake"
     assert [len(sequence.blocks) for sequence in snapshot.block_map.sequences] == [2]
     assert "secret" not in json.dumps(snapshot.document())
+    assert [sequence.request_id for sequence in snapshot.block_map.sequences] == ["0"]
 
 
 @pytest.mark.parametrize(
