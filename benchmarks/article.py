@@ -195,7 +195,7 @@ def kernel(page: "Page", device: str) -> None:
 
 
 def decode_call(sequences: int, keys: int, size: int, device: str) -> Callable[[], None]:
-    """A decode step over blocks in random order; the heads of SmolLM2, eight layers in turn."""
+    """A decode step over blocks in random order; the heads of SmolLM2, two layers in turn."""
     width = -(-keys // size)
     blocks = np.random.default_rng(0).permutation(sequences * width)
     batch = AttentionBatch(
@@ -260,12 +260,13 @@ async def engine(page: "Page", model: str | None, device: str, seconds: float) -
     page.table("short", head, [*end_to_end(short)], picture="throughput")
     figure, axes = drawing("tokens/s")
     for i, (name, found) in enumerate({"conversations": chat, "120 tokens": short}.items()):
-        medians = [result.throughput or 0.0 for result in found.results]
-        runs = [[run.throughput for run in result.runs] for result in found.results]
+        sizes = [result.candidate.block_size for result in found.measured]
+        medians = [result.throughput or 0.0 for result in found.measured]
+        runs = [[run.throughput for run in result.runs] for result in found.measured]
         below = [m - min(r) for m, r in zip(medians, runs, strict=True)]
         above = [max(r) - m for m, r in zip(medians, runs, strict=True)]
         axes.errorbar(
-            SIZES, medians, (below, above), fmt="o-", capsize=3, color=COLOURS[i], label=name
+            sizes, medians, (below, above), fmt="o-", capsize=3, color=COLOURS[i], label=name
         )
     axes.set_xscale("log", base=2)
     axes.set_xticks(SIZES, map(str, SIZES))
@@ -276,19 +277,20 @@ async def engine(page: "Page", model: str | None, device: str, seconds: float) -
 
 
 def end_to_end(found: kvpage.Comparison) -> list[list[str]]:
-    base = next(r for r in found.results if r.candidate.block_size == 16)
+    """A row for each block size that was measured; there may be no time for all of them."""
+    base = next((r.throughput for r in found.measured if r.candidate.block_size == 16), None)
     return [
         [
             str(result.candidate.block_size),
             f"{result.throughput or 0:.1f}",
             f"{min(r.throughput for r in result.runs):.1f}-"
             f"{max(r.throughput for r in result.runs):.1f}",
-            change(result.throughput, base.throughput),
+            change(result.throughput, base),
             f"{statistics.median(r.peak_kv_bytes for r in result.runs) / 2**20:.1f}",
             f"{100 * (result.median(lambda r: r.internal_waste) or 0):.1f}",
             f"{result.median(lambda r: r.running) or 0:.1f}",
         ]
-        for result in found.results
+        for result in found.measured
     ]
 
 
