@@ -45,7 +45,15 @@ from kvpage.grammar import StructuredOutputs
 from kvpage.hookspecs import hookimpl
 from kvpage.plugins import InstalledAllocator, installed_allocators
 from kvpage.sampling import Logprobs, SamplingParams
-from kvpage.stats import BlockMap, EngineHealth, EngineStatistics, SequenceBlocks, SwapStatistics
+from kvpage.stats import (
+    BlockImage,
+    BlockMap,
+    EngineHealth,
+    EngineStatistics,
+    SequenceBlocks,
+    SequenceImage,
+    SwapStatistics,
+)
 from kvpage.stream import Choice, Completion, Timings, Token, TokenStream, Usage
 from kvpage.traffic import TraceRequest, Traffic
 from kvpage.tuning import Recommendation, SearchSpace, TuningSettings, tune
@@ -59,6 +67,7 @@ __all__ = [
     "AllocatorStatistics",
     "AsyncEngine",
     "BlockId",
+    "BlockImage",
     "BlockMap",
     "CandidateResult",
     "CandidateRun",
@@ -96,6 +105,7 @@ __all__ = [
     "SearchSpace",
     "SequenceBlocks",
     "SequenceId",
+    "SequenceImage",
     "Slidable",
     "StepFailed",
     "StructuredOutputs",

@@ -111,6 +111,7 @@ class BlockManager:
         self._keys: dict[BlockId, BlockKey] = {}
         self._published: dict[bytes, BlockId] = {}
         self._cached: dict[BlockId, None] = {}  # in order of release: the first is the oldest
+        self._cached_flags = bytearray(geometry.num_blocks)  # the same, for a quick look
         self._copies: dict[BlockId, BlockId] = {}  # to -> from, until the next step takes them
 
     @property
@@ -127,6 +128,14 @@ class BlockManager:
         """The blocks that `seq` holds, in table order, from `first_blocks` of its row on."""
         return tuple(self._holdings[seq].blocks)
 
+    def table_of(self, seq: SequenceId) -> npt.NDArray[np.int32]:
+        """`int32[n]`, the same as `blocks_of`, at the cost of copying some memory."""
+        holding = self._holdings[seq]
+        entries = self.tables[holding.row, holding.first : holding.end]
+        if len(entries) == len(holding.blocks):
+            return entries.copy()
+        return np.array(holding.blocks, np.int32)  # it has blocks beyond `max_model_len`
+
     def contents_of(self, seq: SequenceId, num_tokens: int) -> tuple[BlockId, ...]:
         """Where the first `num_tokens` tokens of `seq` are until the next step makes its copies.
 
@@ -140,6 +149,11 @@ class BlockManager:
     def cached_blocks(self) -> tuple[BlockId, ...]:
         """Blocks that are kept for reuse, the least recently used first."""
         return tuple(self._cached)
+
+    @property
+    def cached_flags(self) -> bytes:
+        """For each block of the pool 1 if it is kept for reuse, else 0."""
+        return bytes(self._cached_flags)
 
     def first_needed(self, num_computed: int) -> int:
         """Index in the table of the first block that tokens from `num_computed` on attend to."""
@@ -379,7 +393,11 @@ class BlockManager:
         for block in self._cached:
             if counted[block] != FREE:
                 yield f"block {block} is cached, and {counted[block]} sequences hold it"
+            if not self._cached_flags[block]:
+                yield f"block {block} is cached, and not marked so"
             counted[block] = CACHED
+        if sum(self._cached_flags) != len(self._cached):
+            yield f"{sum(self._cached_flags)} blocks are marked as cached, and {len(self._cached)} are"
         for number, (found, noted) in enumerate(zip(counted, self._references, strict=True)):
             if found != noted:
                 yield f"block {number} has {noted} references, and {found} are found"
@@ -412,6 +430,7 @@ class BlockManager:
         victims = [block for block, _ in zip(self._cached, range(num_blocks), strict=False)]
         for block in victims:
             del self._cached[block]
+            self._cached_flags[block] = 0
             self._unpublish(block)
             self._references[block] = FREE
         self._give_back(victims)
@@ -428,6 +447,7 @@ class BlockManager:
         for block in blocks:
             if self._references[block] == CACHED:
                 del self._cached[block]
+                self._cached_flags[block] = 0
                 self._references[block] = FREE
             self._references[block] += 1
 
@@ -440,6 +460,7 @@ class BlockManager:
                 if block in self._keys:
                     self._references[block] = CACHED
                     self._cached[block] = None
+                    self._cached_flags[block] = 1
                 else:
                     self._copies.pop(block, None)
                     freed.append(block)

@@ -24,11 +24,11 @@ from kvpage.request import OpenChoice, Request
 from kvpage.scheduler import Schedule, Scheduler, StepOutcome
 from kvpage.sequence import FinishReason
 from kvpage.stats import (
-    BlockMap,
+    BlockImage,
     EngineHealth,
     EngineStatistics,
     HealthState,
-    SequenceBlocks,
+    SequenceImage,
     SwapStatistics,
 )
 from kvpage.stream import End, Mailbox, MailItem, SampledToken, Timings, Usage
@@ -70,9 +70,9 @@ class WhenIdle:
 
 @attrs.frozen
 class MapBlocks:
-    """Call back, from the engine thread, with a map of the blocks."""
+    """Call back, from the engine thread, with an image of the pool."""
 
-    callback: Callable[[BlockMap], None]
+    callback: Callable[[BlockImage], None]
 
 
 Message = Submit | Cancel | Close | WhenIdle | MapBlocks
@@ -203,7 +203,7 @@ class EngineThread:
             case WhenIdle(callback):
                 self._when_idle.append(callback)
             case MapBlocks(callback):
-                self._call_back(lambda: callback(self._block_map()))
+                self._call_back(lambda: callback(self._block_image()))
 
     def _cancel(self, number: SequenceId) -> None:
         request = self._open.get(number)
@@ -405,7 +405,7 @@ class EngineThread:
             case WhenIdle(callback):
                 self._when_idle.append(callback)
             case MapBlocks(callback):
-                self._call_back(lambda: callback(self._block_map()))
+                self._call_back(lambda: callback(self._block_image()))
             case _:
                 pass
 
@@ -435,14 +435,17 @@ class EngineThread:
         with suppress(RuntimeError):  # the event loop of who asked has ended
             callback()
 
-    def _block_map(self) -> BlockMap:
-        return BlockMap(
-            self._geometry,
-            tuple(
-                SequenceBlocks(_name(sequence.request), blocks, num_tokens)
-                for sequence, blocks, num_tokens in self._scheduler.block_tables()
+    def _block_image(self) -> BlockImage:
+        scheduler = self._scheduler
+        return BlockImage(
+            geometry=self._geometry,
+            statistics=self.statistics,
+            sequences=tuple(
+                SequenceImage(_name(sequence.request), sequence.id, first, blocks, num_tokens)
+                for sequence, first, blocks, num_tokens in scheduler.block_tables()
             ),
-            self._scheduler.cached_blocks,
+            preempted=scheduler.waiting_preempted,
+            cached_flags=scheduler.cached_flags,
         )
 
     def _statistics(self) -> EngineStatistics:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from kvpage.batch import RunningBatch
 from kvpage.block_manager import BlockManager
-from kvpage.blocks import BlockId, PoolGeometry, PoolStatistics
+from kvpage.blocks import BlockId, PoolGeometry, PoolStatistics, SequenceId
 from kvpage.errors import AllocatorFault, OutgrewPool, OutOfBlocks, RequestFailed
 from kvpage.plan import PromptScores, StepPlan, StepResult
 from kvpage.prefix import BlockKey
@@ -214,19 +214,30 @@ class Scheduler:
         """Blocks by state."""
         return self._blocks.statistics()
 
-    def block_tables(self) -> list[tuple[Sequence, tuple[BlockId, ...], int]]:
-        """Of each running sequence: its blocks, and how many tokens have K and V in them."""
-        behind = self._blocks.first_blocks * self._blocks.geometry.block_size
-        held_tokens = self._batch.num_computed - behind
+    def block_tables(self) -> list[tuple[Sequence, int, npt.NDArray[np.int32], int]]:
+        """Of each running sequence: where its table begins, its blocks, its tokens with K and V."""
+        blocks = self._blocks
+        first_blocks = blocks.first_blocks.tolist()
+        num_computed = self._batch.num_computed.tolist()
         return [
-            (sequence, self._blocks.blocks_of(sequence.id), int(held_tokens[sequence.row]))
+            (
+                sequence,
+                first_blocks[sequence.row],
+                blocks.table_of(sequence.id),
+                num_computed[sequence.row],
+            )
             for sequence in self._running
         ]
 
     @property
-    def cached_blocks(self) -> tuple[BlockId, ...]:
-        """Blocks that are kept for reuse by equal prefixes."""
-        return self._blocks.cached_blocks
+    def cached_flags(self) -> bytes:
+        """For each block of the pool 1 if it is kept for reuse by equal prefixes, else 0."""
+        return self._blocks.cached_flags
+
+    @property
+    def waiting_preempted(self) -> tuple[SequenceId, ...]:
+        """Sequences that have lost their blocks and wait for room."""
+        return tuple(sequence.id for sequence in self._waiting if sequence.num_preemptions)
 
     @property
     def live_tokens(self) -> int:

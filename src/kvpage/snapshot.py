@@ -9,6 +9,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Self, TypeVar
 
 import attrs
+import numpy as np
+import numpy.typing as npt
 
 from kvpage.blocks import PoolGeometry
 from kvpage.engine import AsyncEngine
@@ -61,10 +63,10 @@ class EngineSnapshot:
             "statistics": attrs.asdict(self.statistics),
             "geometry": attrs.asdict(block_map.geometry),
             "sequences": [
-                {"blocks": _runs(sequence.blocks), "num_tokens": sequence.num_tokens}
+                {"blocks": runs(sequence.blocks), "num_tokens": sequence.num_tokens}
                 for sequence in block_map.sequences
             ],
-            "cached": _runs(block_map.cached),
+            "cached": runs(block_map.cached),
         }
 
     @classmethod
@@ -101,15 +103,14 @@ def _known(record: type[Record], values: Mapping[str, Any]) -> Record:
     return record(**known)
 
 
-def _runs(blocks: Iterable[int]) -> list[list[int]]:
-    """Adjacent blocks together: `3 4 5 9` as `[[3, 3], [9, 1]]`."""
-    runs: list[list[int]] = []
-    for block in blocks:
-        if runs and sum(runs[-1]) == block:
-            runs[-1][1] += 1
-        else:
-            runs.append([block, 1])
-    return runs
+def runs(blocks: npt.ArrayLike) -> list[list[int]]:
+    """Adjacent blocks together, `[first, how many]`: `3 4 5 9` as `[[3, 3], [9, 1]]`."""
+    blocks = np.asarray(blocks, np.int64)
+    if not blocks.size:
+        return []
+    starts = np.flatnonzero(np.diff(blocks, prepend=blocks[0] - 2) != 1)
+    lengths = np.diff(starts, append=blocks.size)
+    return np.stack([blocks[starts], lengths], axis=1).tolist()  # type: ignore[no-any-return]
 
 
 def _blocks(runs: Iterable[Iterable[int]]) -> Any:

@@ -3,8 +3,10 @@
 from typing import Literal
 
 import attrs
+import numpy as np
+import numpy.typing as npt
 
-from kvpage.blocks import BlockId, PoolGeometry, PoolStatistics
+from kvpage.blocks import BlockId, PoolGeometry, PoolStatistics, SequenceId
 
 HealthState = Literal["starting", "running", "draining", "broken", "closed"]
 
@@ -134,3 +136,56 @@ class BlockMap:
     geometry: PoolGeometry
     sequences: tuple[SequenceBlocks, ...]
     cached: tuple[BlockId, ...]
+
+
+@attrs.frozen(eq=False)
+class SequenceImage:
+    """The block table of one running sequence, in an array.
+
+    Attributes:
+        request_id: whose it is.
+        number: of the sequence; never used again by this engine.
+        first_block: index in the table of the first of `blocks`; a sliding window has left those
+            before behind.
+        blocks: `int32[n]`, physical blocks in table order.
+        num_tokens: tokens of the sequence that have K and V, those left behind included.
+    """
+
+    request_id: str
+    number: SequenceId
+    first_block: int
+    blocks: npt.NDArray[np.int32]
+    num_tokens: int
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class BlockImage:
+    """A `BlockMap` in arrays, and what was counted at the same moment.
+
+    Attributes:
+        geometry: the pool.
+        statistics: counters and gauges.
+        sequences: the running sequences, the most urgent first.
+        preempted: sequences that lost their blocks and wait for room.
+        cached_flags: for each block of the pool 1 if nobody holds it and it is kept for reuse, else
+            0.
+    """
+
+    geometry: PoolGeometry
+    statistics: EngineStatistics
+    sequences: tuple[SequenceImage, ...]
+    preempted: tuple[SequenceId, ...]
+    cached_flags: bytes
+
+    def block_map(self) -> BlockMap:
+        """The same in plain numbers. Cost: linear in blocks that are held or cached."""
+        return BlockMap(
+            self.geometry,
+            tuple(self._plain(sequence) for sequence in self.sequences),
+            tuple(np.flatnonzero(np.frombuffer(self.cached_flags, np.uint8)).tolist()),
+        )
+
+    def _plain(self, sequence: SequenceImage) -> SequenceBlocks:
+        behind = sequence.first_block * self.geometry.block_size
+        blocks = tuple(sequence.blocks.tolist())
+        return SequenceBlocks(sequence.request_id, blocks, sequence.num_tokens - behind)

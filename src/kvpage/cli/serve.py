@@ -44,6 +44,7 @@ class ServeOptions:
         request_timeout_s: for one answer; None: no limit.
         drain_timeout_s: how long open requests may go on after SIGTERM.
         access_log: log each request when it is over.
+        memory_page: show who holds which block at `/memory`.
     """
 
     host: str
@@ -56,6 +57,7 @@ class ServeOptions:
     request_timeout_s: float | None
     drain_timeout_s: int
     access_log: bool
+    memory_page: bool
 
 
 def serve(
@@ -105,6 +107,9 @@ def serve(
         int, typer.Option(min=0, help="Seconds that open requests may go on after SIGTERM.")
     ] = 60,
     access_log: Annotated[bool, typer.Option(help="Log each request when it is over.")] = True,
+    memory_page: Annotated[
+        bool, typer.Option("--memory-page", help="Show the blocks, live, at /memory.")
+    ] = False,
 ) -> None:
     """Serve a model over HTTP, in OpenAI's API."""
     settings: dict[str, Any] = {
@@ -130,6 +135,7 @@ def serve(
         request_timeout_s=request_timeout,
         drain_timeout_s=drain_timeout,
         access_log=access_log,
+        memory_page=memory_page,
     )
     _check_installed()
     with _log_from_a_thread(), _bound(host, port) as listener:
@@ -167,9 +173,23 @@ def guarded_app(engine: AsyncEngine, options: ServeOptions) -> "ASGIApp":
         cors_origins=options.cors_origins,
         limits=Limits(body_bytes=options.max_body_bytes, request_s=options.request_timeout_s),
     )
+    if options.memory_page:
+        app = _beside_memory_page(app, engine, options)
     if options.allowed_hosts:
         app = HostGuard(app, options.allowed_hosts)
     return AccessLog(app) if options.access_log else app
+
+
+def _beside_memory_page(app: "ASGIApp", engine: AsyncEngine, options: ServeOptions) -> "ASGIApp":
+    from starlette.applications import Starlette
+    from starlette.responses import RedirectResponse
+    from starlette.routing import Mount, Route
+
+    from kvpage.integrations.memory import memory_app
+
+    page = memory_app(engine, api_keys=options.api_keys)
+    to_page = Route("/memory", RedirectResponse("memory/"))
+    return Starlette(routes=[to_page, Mount("/memory", page), Mount("", app)])
 
 
 async def _run(
@@ -192,7 +212,10 @@ async def _run(
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(_stop_on_signal, server)
             host, port = listener.getsockname()[:2]
-            print(f"{engine.model.name} on http://{_in_url(host)}:{port}/v1", file=sys.stderr)
+            url = f"http://{_in_url(host)}:{port}"
+            print(f"{engine.model.name} on {url}/v1", file=sys.stderr)
+            if options.memory_page:
+                print(f"its memory on {url}/memory", file=sys.stderr)
             await server.serve(sockets=[listener])
             tasks.cancel_scope.cancel()
 
