@@ -146,11 +146,6 @@ class BlockManager:
         return tuple(self._copies.get(block, block) for block in blocks)
 
     @property
-    def cached_blocks(self) -> tuple[BlockId, ...]:
-        """Blocks that are kept for reuse, the least recently used first."""
-        return tuple(self._cached)
-
-    @property
     def cached_flags(self) -> bytes:
         """For each block of the pool 1 if it is kept for reuse, else 0."""
         return bytes(self._cached_flags)
@@ -393,11 +388,10 @@ class BlockManager:
         for block in self._cached:
             if counted[block] != FREE:
                 yield f"block {block} is cached, and {counted[block]} sequences hold it"
-            if not self._cached_flags[block]:
-                yield f"block {block} is cached, and not marked so"
             counted[block] = CACHED
-        if sum(self._cached_flags) != len(self._cached):
-            yield f"{sum(self._cached_flags)} blocks are marked as cached, and {len(self._cached)} are"
+        marked = np.flatnonzero(np.frombuffer(self._cached_flags, np.uint8)).tolist()
+        if marked != sorted(self._cached):
+            yield f"blocks {marked} are marked as cached, and {sorted(self._cached)} are"
         for number, (found, noted) in enumerate(zip(counted, self._references, strict=True)):
             if found != noted:
                 yield f"block {number} has {noted} references, and {found} are found"

@@ -1,6 +1,6 @@
 """What an engine says of itself."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import attrs
 import numpy as np
@@ -182,10 +182,14 @@ class BlockImage:
         return BlockMap(
             self.geometry,
             tuple(self._plain(sequence) for sequence in self.sequences),
-            tuple(np.flatnonzero(np.frombuffer(self.cached_flags, np.uint8)).tolist()),
+            _ids(np.flatnonzero(np.frombuffer(self.cached_flags, np.uint8))),
         )
 
     def _plain(self, sequence: SequenceImage) -> SequenceBlocks:
         behind = sequence.first_block * self.geometry.block_size
-        blocks = tuple(sequence.blocks.tolist())
-        return SequenceBlocks(sequence.request_id, blocks, sequence.num_tokens - behind)
+        held = sequence.num_tokens - behind
+        return SequenceBlocks(sequence.request_id, _ids(sequence.blocks), held)
+
+
+def _ids(blocks: npt.NDArray[Any]) -> tuple[BlockId, ...]:
+    return tuple(blocks.tolist())

@@ -1,10 +1,12 @@
 """What the memory page is told, and how seldom the engine is asked."""
 
+import asyncio
 import json
 from collections.abc import Callable
 from typing import Any
 
 import anyio
+import attrs
 import httpx
 import numpy as np
 import pytest
@@ -20,7 +22,7 @@ from kvpage.integrations.memory.changes import changes, label, snapshot
 from kvpage.integrations.memory.feed import MAX_BEHIND, MemoryFeed
 from kvpage.stats import BlockImage, EngineStatistics, SequenceImage
 from tests.engine.scenes import BACKENDS
-from tests.integrations.echo import EchoRunner, echo_engine, serving
+from tests.integrations.echo import echo_engine, serving
 from tests.integrations.test_mounting import in_django, in_fastapi, in_litestar, in_starlette
 
 NUM_BLOCKS = 12
@@ -256,25 +258,65 @@ async def test_a_closed_engine() -> None:
         assert (await client.get("/events")).status_code == 503
 
 
+async def secret_request(engine: AsyncEngine) -> None:
+    await engine.complete("TOPSECRET" * 9, SamplingParams(max_tokens=9), request_id="SECRET-ID")
+
+
 @pytest.mark.parametrize("host", [in_starlette, in_fastapi, in_litestar, in_django])
-def test_inside_of_a_host(
-    host: Callable[[AsyncEngine], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_inside_of_a_host(host: Callable[[ASGIApp], Any]) -> None:
     """Page and events under the path of the mount; prompts and request ids are in neither."""
-    monkeypatch.setattr("tests.integrations.test_mounting.openai_app", memory_app)
-    with running_engine() as (engine, portal):
-        request = portal.start_task_soon(secret_request, engine)
-        with serving(host(engine)) as url, httpx.Client(base_url=url, timeout=60) as client:
-            page = client.get("/llm/")
-            assert "<title>Memory" in page.text
-            with client.stream("GET", "/llm/events") as events:
-                told = "".join(first_lines(events, 6))
-        request.cancel()
-    assert told.startswith("event: snapshot\ndata: {")
-    assert '"num_running":1' in told
-    assert "SECRET" not in told + page.text
+    engine = echo_engine()
+    asyncio.run(secret_request(engine))
+    with serving(host(memory_app(engine))) as url, httpx.Client(base_url=url, timeout=60) as client:
+        page = client.get("/llm/")
+        with client.stream("GET", "/llm/events") as events:
+            lines = events.iter_lines()
+            told = [next(lines), next(lines)]
+    asyncio.run(engine.aclose())
+    assert "<title>Memory" in page.text
+    assert told[0] == "event: snapshot"
+    document = json.loads(told[1].removeprefix("data: "))
+    assert document["figures"]["requests_finished"] == 1
+    assert document["figures"]["cached_blocks"] == sum(many for _, many in document["cached"]) > 0
+    assert "SECRET" not in told[1] + page.text
 
 
-def first_lines(answer: httpx.Response, many: int) -> list[str]:
-    lines = answer.iter_lines()
-    return [next(lines) + "\n" for _ in range(many)]
+def test_viewers_see_the_end_and_leave_nothing() -> None:
+    """A stream that has begun ends with an event of its own."""
+    engine = echo_engine()
+    with serving(memory_app(engine)) as url, httpx.stream("GET", f"{url}/events") as events:
+        lines = events.iter_lines()
+        next(lines)
+        asyncio.run(engine.aclose())
+        assert "event: end" in list(lines)
+
+
+OPTIONS = ServeOptions(
+    host="127.0.0.1",
+    port=0,
+    names=("echo",),
+    api_keys=("SESAME",),
+    cors_origins=(),
+    allowed_hosts=("test",),
+    max_body_bytes=1000,
+    request_timeout_s=None,
+    drain_timeout_s=1,
+    access_log=True,
+    memory_page=True,
+)
+
+
+async def test_serve_has_it_on_demand() -> None:
+    """Beside the API and behind its guards: its host names, its keys."""
+    async with echo_engine() as engine:
+        async with client_of(guarded_app(engine, OPTIONS)) as client:
+            assert (await client.get("/memory")).headers["location"] == "memory/"
+            assert "<title>Memory" in (await client.get("/memory/")).text
+            assert (await client.get("/memory/events")).status_code == 401
+            assert (await client.get("/health")).status_code == 200
+            assert (await client.get("/v1/models")).status_code == 401
+            named = await client.get("/memory/", headers={"host": "evil.example"})
+            assert named.status_code == 403
+        without = attrs.evolve(OPTIONS, memory_page=False)
+        async with client_of(guarded_app(engine, without)) as client:
+            assert (await client.get("/memory/")).status_code == 404

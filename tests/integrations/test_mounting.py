@@ -6,8 +6,8 @@ from typing import Any
 import anyio
 import httpx
 import pytest
+from starlette.types import ASGIApp
 
-from kvpage import AsyncEngine
 from kvpage.integrations.asgi import openai_app
 from tests.engine.scenes import BACKENDS
 from tests.integrations.echo import echo_engine
@@ -15,28 +15,28 @@ from tests.integrations.echo import echo_engine
 CHAT: dict[str, Any] = {"model": "echo", "messages": [{"role": "user", "content": "Hello"}]}
 
 
-def in_starlette(engine: AsyncEngine) -> Any:
+def in_starlette(mounted: ASGIApp) -> Any:
     from starlette.applications import Starlette
     from starlette.routing import Mount
 
-    return Starlette(routes=[Mount("/llm", openai_app(engine))])
+    return Starlette(routes=[Mount("/llm", mounted)])
 
 
-def in_fastapi(engine: AsyncEngine) -> Any:
+def in_fastapi(mounted: ASGIApp) -> Any:
     from fastapi import FastAPI
 
     app = FastAPI()
-    app.mount("/llm", openai_app(engine))
+    app.mount("/llm", mounted)
     return app
 
 
-def in_litestar(engine: AsyncEngine) -> Any:
+def in_litestar(mounted: ASGIApp) -> Any:
     from litestar import Litestar, asgi
 
-    return Litestar([asgi("/llm", is_mount=True, copy_scope=True)(openai_app(engine))])
+    return Litestar([asgi("/llm", is_mount=True, copy_scope=True)(mounted)])
 
 
-def in_django(engine: AsyncEngine) -> Any:
+def in_django(mounted: ASGIApp) -> Any:
     """As in a project's `asgi.py`: by path, before Django sees the request."""
     from django.conf import settings
     from django.core.asgi import get_asgi_application
@@ -44,11 +44,10 @@ def in_django(engine: AsyncEngine) -> Any:
     if not settings.configured:
         settings.configure(SECRET_KEY="for tests", ALLOWED_HOSTS=["*"])
     django = get_asgi_application()
-    api = openai_app(engine)
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         if scope["path"].startswith("/llm/"):
-            await api({**scope, "root_path": "/llm"}, receive, send)
+            await mounted({**scope, "root_path": "/llm"}, receive, send)
         else:
             await django(scope, receive, send)
 
@@ -56,10 +55,10 @@ def in_django(engine: AsyncEngine) -> Any:
 
 
 @pytest.mark.parametrize("host", [in_starlette, in_fastapi, in_litestar, in_django])
-async def test_inside_of_a_host(host: Callable[[AsyncEngine], Any]) -> None:
+async def test_inside_of_a_host(host: Callable[[ASGIApp], Any]) -> None:
     """Answers, whole and streamed, and errors are its own; the host closes the engine."""
     async with echo_engine() as engine:
-        await check(host(engine))
+        await check(host(openai_app(engine)))
 
 
 async def check(app: Any) -> None:
@@ -145,5 +144,5 @@ async def test_the_app_leaves_the_engine_open() -> None:
         before = threading.active_count()
         openai_app(engine)
         assert threading.active_count() == before
-        await check(in_starlette(engine))
+        await check(in_starlette(openai_app(engine)))
         assert engine.health().state == "running"

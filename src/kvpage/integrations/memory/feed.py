@@ -47,7 +47,7 @@ class MemoryFeed:
             EngineBroken: it has ended by an exception.
         """
         async with self._looking:
-            if since == self._number or self._is_old():
+            if since == self._number or (since == 0 and self._is_old()):
                 await self._look()
             missed = self._number - since
             if since == 0 or missed > len(self._changes):

@@ -20,8 +20,8 @@ from kvpage.integrations.openai.errors import ApiError, api_error
 def memory_app(engine: AsyncEngine, *, api_keys: Collection[str] = ()) -> ASGIApp:
     """A web page that shows who holds which block of an engine, live. Read-only.
 
-    It shows counts, block numbers and the numbers of sequences: no prompt, no output, no request id.
-    The page itself is the same for everybody and needs no key; what it shows does, if there are
+    It shows counts, block numbers and the numbers of sequences: no prompt, no output, no request
+    id. The page itself is the same for everybody and needs no key; what it shows does, if there are
     keys: it asks its reader for one. It loads nothing from other hosts.
 
     While nobody looks at it, it costs nothing.
@@ -37,7 +37,7 @@ def memory_app(engine: AsyncEngine, *, api_keys: Collection[str] = ()) -> ASGIAp
 
 
 class _ByPath:
-    """Apps by what follows the path that they are mounted at, with or without a slash at the end."""
+    """Apps by what follows the path of their mount, with or without a slash at the end."""
 
     def __init__(self, apps: Mapping[str, ASGIApp]) -> None:
         self._apps = apps
@@ -50,7 +50,9 @@ class _ByPath:
         if app is None:
             app = ApiError(status=404, message="Not Found").response()
         elif scope["method"] not in ("GET", "HEAD"):
-            error = ApiError(status=405, message="Method Not Allowed", headers={"Allow": "GET, HEAD"})
+            error = ApiError(
+                status=405, message="Method Not Allowed", headers={"Allow": "GET, HEAD"}
+            )
             app = error.response()
         await app(scope, receive, send)
 
