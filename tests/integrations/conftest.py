@@ -1,4 +1,4 @@
-"""One server for all tests that leave it as it was."""
+"""One server for all tests of a module that leave it as it was."""
 
 import asyncio
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ class Served:
         )
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
     """An echo engine, served as `echo`."""
     engine = echo_engine()
@@ -37,7 +37,7 @@ def served() -> Iterator[Served]:
     asyncio.run(engine.aclose())
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def http(served: Served) -> Iterator[httpx.Client]:
     """A client that knows nothing of OpenAI."""
     with httpx.Client(base_url=served.url, timeout=3 * PATIENCE_S) as client:

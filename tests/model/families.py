@@ -35,6 +35,8 @@ MAX_TOKENS = 6
 # Two that fit together until they grow, and one that needs nearly the whole pool.
 PROMPTS = prompts([9, 17, 3, 26])
 POOL_TOKENS = 33
+WINDOWED_POOL_TOKENS = 14
+"""Where a window slides over every layer, sequences give back what is behind it."""
 PATIENCE_S = 30.0
 
 _SIZES: Mapping[str, Any] = {
@@ -356,7 +358,8 @@ async def generate(model: Any, **settings: Any) -> tuple[list[list[int]], int]:
         The tokens of each prompt, and the number of preemptions.
     """
     outputs: list[list[int]] = [[] for _ in PROMPTS]
-    narrow = {"block_size": 1, "max_batch_tokens": 7, "kv_memory": f"{POOL_TOKENS} tokens"}
+    pool_tokens = WINDOWED_POOL_TOKENS if share_model(model).window else POOL_TOKENS
+    narrow = {"block_size": 1, "max_batch_tokens": 7, "kv_memory": f"{pool_tokens} tokens"}
     everyone_is_in = threading.Event()
 
     def wait_for_company(_token_ids: object, logits: object) -> object:

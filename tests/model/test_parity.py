@@ -8,6 +8,7 @@ import anyio
 import pytest
 
 from kvpage import AsyncEngine, EngineStatistics, SamplingParams
+from kvpage.model import share_model
 from tests.model.tiny import FAMILIES, greedy, prompts, tiny_model
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
@@ -106,6 +107,8 @@ async def test_constant_preemption_changes_nothing(
 ) -> None:
     """A pool that holds little more than the longest sequence takes blocks away all the time."""
     longest = max(len(prompt) for prompt in PROMPTS) + MAX_TOKENS
+    if share_model(model_of(family)).window:  # sequences give back what is behind it
+        longest = longest // 2 + block_size
     outputs, stats = await run(
         family,
         block_size=block_size,

@@ -259,7 +259,7 @@ def test_the_same_comes_in_any_batch_and_under_preemption(name: str) -> None:
 async def test_the_end_token_comes_only_where_the_grammar_allows_it() -> None:
     """However much it is favoured; and where it is the only way on, it comes."""
     eos = tokenizer().eos_token_id
-    outputs = StructuredOutputs(regex=r"[ab]{6}c?")
+    outputs = StructuredOutputs(regex=r"[ab]{6}\n?")
     eager = SamplingParams(structured_outputs=outputs, logit_bias={eos: 90.0}, max_tokens=30)
     async with engine() as served:
         ended = await served.complete(PROMPT, eager)

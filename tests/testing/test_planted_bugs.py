@@ -565,7 +565,7 @@ def unshrunk() -> Iterator[None]:
 def test_finds(bug: Callable[[PoolGeometry], Allocator], sentence: str) -> None:
     """Each bug is found, and named as what it is."""
     with pytest.raises(ContractViolation, match=sentence):
-        check_allocator(bug, max_examples=40)
+        check_allocator(bug, max_examples=400)
 
 
 def test_a_correct_relative_passes() -> None:
