@@ -144,6 +144,9 @@ class Operations(RuleBasedStateMachine):
             self._blocks.verify()
             pool = self._blocks.statistics()
             assert pool.free_blocks + pool.used_blocks + pool.cached_blocks == pool.num_blocks
+            assert sum(self._blocks.cached_flags) == pool.cached_blocks
+            for seq in self._live:
+                assert self._blocks.table_of(seq).tolist() == list(self._blocks.blocks_of(seq))
 
     def teardown(self) -> None:
         for seq in self._live:

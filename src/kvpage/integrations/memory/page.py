@@ -16,6 +16,12 @@ from kvpage.integrations.guards import ApiKeyGuard
 from kvpage.integrations.memory.feed import MemoryFeed
 from kvpage.integrations.openai.errors import ApiError, api_error
 
+SCRIPTS = (
+    *("memory.js", "recorder.js", "drawing.js", "map.js", "table.js", "charts.js"),
+    "page.js",
+)
+"""In the order in which they need each other."""
+
 
 def memory_app(engine: AsyncEngine, *, api_keys: Collection[str] = ()) -> ASGIApp:
     """A web page that shows who holds which block of an engine, live. Read-only.
@@ -86,10 +92,8 @@ class _Events:
 
 def _page(*, key_needed: bool) -> Response:
     """One document with its style and script in it: nothing else is ever loaded."""
-    folder = files("kvpage.integrations.memory")
-    html, style, script = (
-        folder.joinpath(name).read_text("utf-8") for name in ("page.html", "page.css", "page.js")
-    )
+    html, style = _source("page.html"), _source("page.css")
+    script = "\n".join(map(_source, SCRIPTS))
     policy = "; ".join(
         [
             "default-src 'none'",
@@ -111,6 +115,10 @@ def _page(*, key_needed: bool) -> Response:
     key = "needed" if key_needed else "none"
     document = html.replace("KEY", key).replace("STYLE", style).replace("SCRIPT", script)
     return Response(document, headers=headers, media_type="text/html")
+
+
+def _source(name: str) -> str:
+    return files("kvpage.integrations.memory").joinpath("web", name).read_text("utf-8")
 
 
 def _hash(source: str) -> str:
