@@ -5,19 +5,25 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import attrs
 import pytest
 from anyio.from_thread import BlockingPortal, start_blocking_portal
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
 
 from kvpage import AsyncEngine, SamplingParams
 from kvpage.blocks import PoolGeometry
 from kvpage.integrations.memory import memory_app
+from kvpage.integrations.memory.changes import changes, snapshot
 from kvpage.request import EngineModel
+from kvpage.stats import BlockImage
 from tests.engine.runners import Gate, GatedRunner
 from tests.integrations.echo import serving
+from tests.integrations.test_memory_feed import images
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
@@ -270,6 +276,50 @@ def test_on_a_phone(opened: Callable[..., Page], scheme: str) -> None:
         assert page.evaluate("document.documentElement.scrollWidth") <= 360
         background = page.evaluate("getComputedStyle(document.body).backgroundColor")
         assert background == {"light": "rgb(253, 253, 252)", "dark": "rgb(20, 24, 27)"}[scheme]
+
+
+@pytest.fixture(scope="module")
+def scripts(browser: Browser) -> Iterator[Page]:
+    """A page whose classes can be tried."""
+    with scene() as played:
+        page = browser.new_page()
+        page.goto(played.url)
+        page.wait_for_selector("#main:not([hidden])")
+        yield page
+        page.close()
+
+
+FOLLOW = """([first, changes, last]) => {
+  const seen = (memory) => JSON.stringify([
+    [...memory.sequences.values()].map((s) => [s.name, s.first, s.blocks, s.tokens]).sort(),
+    [...memory.holders], [...memory.cached], memory.preempted, memory.figures,
+  ]);
+  const after = (...documents) => {
+    const memory = new Memory();
+    memory.apply({ kind: "snapshot", data: documents[0] });
+    for (const data of documents.slice(1)) memory.apply({ kind: "changes", data });
+    return memory;
+  };
+  const memory = after(first);
+  const kept = memory.clone();
+  for (const data of changes) memory.apply({ kind: "changes", data });
+  const owned = [...memory.owner].every((key, block) => {
+    if (key === -1) return memory.holders[block] === 0;
+    const owner = memory.ownerOf(block);
+    return owner.blocks[memory.place[block] - owner.first] === block;
+  });
+  return [owned, seen(memory) === seen(after(last)), seen(kept) === seen(after(first))];
+}"""
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(images(), min_size=2, max_size=6))
+def test_the_page_understands_all_changes(scripts: Page, moments: list[BlockImage]) -> None:
+    """It comes to what a new viewer is told; each block's owner holds it; clones stay behind."""
+    about = {"time": 0, "num_blocks": 12, "block_size": 4}
+    first, last = ({**about, **snapshot(moments[place])} for place in (0, -1))
+    told = [{"time": 0, **changes(*pair)} for pair in pairwise(moments)]
+    assert scripts.evaluate(FOLLOW, [first, told, last]) == [True, True, True]
 
 
 COUNT_DRAWING = """() => {

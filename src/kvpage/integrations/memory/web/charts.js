@@ -52,7 +52,7 @@ class Charts {
       .map((sample, i) => ({ time: sample.time, value: at(sample, i) }))
       .filter((each) => each.time > samples[0].time + 1); // before that it is a guess
     values.push({ time: end, value: speedAt(samples, end) });
-    const top = rounded(Math.max(1, ...values.map((each) => each.value)));
+    const top = rounded(1.15 * Math.max(1, ...values.map((each) => each.value)));
     const path = stepped(values, end, top, (each) => each.value);
     this.#show($("chart-speed"), cursor, end, count.format(top), [
       shape("path", { d: path, class: "line", stroke: "var(--o0)" }),
@@ -61,7 +61,7 @@ class Charts {
 
   #queue(samples, end, cursor) {
     const most = (name) => Math.max(...samples.map((s) => s.figures[name] || 0));
-    const top = rounded(Math.max(4, most("num_running"), most("num_waiting")));
+    const top = rounded(1.15 * Math.max(3, most("num_running"), most("num_waiting")));
     const line = (name, colour) => shape("path", {
       d: stepped(samples, end, top, (s) => s.figures[name] || 0), class: "line", stroke: colour,
     });

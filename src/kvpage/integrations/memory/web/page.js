@@ -8,6 +8,7 @@ class Unauthorized extends Error {}
 // Calls back with each event, until the stream ends. Reads the page's own path, in any mount.
 async function listen(key, signal, heard) {
   const url = location.pathname.replace(/\/+$/, "") + "/events";
+  if (!/^[\x21-\x7e]*$/.test(key)) throw new Unauthorized(); // no header can hold it
   const headers = key ? { Authorization: `Bearer ${key}` } : {};
   const answer = await fetch(url, { headers, signal, cache: "no-store" });
   if (answer.status === 401) throw new Unauthorized();
@@ -63,16 +64,25 @@ class Page {
   // -- what comes
 
   async #connect() {
+    if (this.connecting) return;
+    this.connecting = true;
+    const complaint = await this.#stayConnected();
+    this.connecting = false;
+    if (complaint) this.#askForKey(complaint);
+  }
+
+  // Until the page is hidden, or a key is refused: then returns what to say of it.
+  async #stayConnected() {
     for (;;) {
       this.abort = new AbortController();
       let said = "connection lost, trying again";
       try {
         await listen(this.key, this.abort.signal, (event) => this.#hear(event));
       } catch (error) {
-        if (error instanceof Unauthorized) return this.#askForKey("That key is not one of this server's.");
+        if (error instanceof Unauthorized) return "That key is not one of this server's.";
         if (error.message === "the engine is closed") said = error.message;
       }
-      if (this.away) return undefined;
+      if (this.away) return null;
       this.#say(this.ended ? "the engine is closed" : said, "lost");
       this.ended = false;
       await new Promise((resolve) => setTimeout(resolve, 2000));
