@@ -22,7 +22,6 @@ from kvpage.pretrained import load_pretrained
 PICTURES = {
     "memory-light": ("fixed", {"width": 1280, "height": 800}, "light"),
     "memory-dark": ("contiguous", {"width": 1280, "height": 800}, "dark"),
-    "memory-phone": ("dynamic", {"width": 390, "height": 800}, "light"),
 }
 """Strategy, size of the window and theme."""
 

@@ -163,6 +163,17 @@ def test_every_operation_keeps_the_ledger_right(factory: AllocatorUnderTest) -> 
     run_machine(Operations, factory, max_examples=10, steps=30)
 
 
+def test_a_table_longer_than_any_sequence_is_told_whole() -> None:
+    """A strategy may round up beyond `max_model_len`; the rows of `tables` end there."""
+    geometry = PoolGeometry(64, 3, 80)
+    allocator = DynamicAllocator(geometry, min_block=4, max_extent=8)
+    blocks = BlockManager(geometry, allocator, max_num_seqs=1)
+    blocks.admit(SequenceId(7), 0, 80, max_tokens=80)
+    assert blocks.tables.shape == (1, 27)
+    assert blocks.table_of(SequenceId(7)).tolist() == list(blocks.blocks_of(SequenceId(7)))
+    assert len(blocks.table_of(SequenceId(7))) == 28
+
+
 @pytest.mark.slow
 def test_every_operation_keeps_the_ledger_right_at_length(factory: AllocatorUnderTest) -> None:
     """A thousand histories of fifty operations."""

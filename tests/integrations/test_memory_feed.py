@@ -63,7 +63,7 @@ def images() -> st.SearchStrategy[BlockImage]:
 
 
 def grown(image: BlockImage) -> BlockImage:
-    """A little later: every sequence has one block and two tokens more."""
+    """A little later: the first sequence has ended, the others have a block and two tokens more."""
     later = tuple(
         SequenceImage(
             each.request_id,
@@ -72,15 +72,9 @@ def grown(image: BlockImage) -> BlockImage:
             np.append(each.blocks, np.int32(place)),
             each.num_tokens + 2,
         )
-        for place, each in enumerate(image.sequences)
+        for place, each in enumerate(image.sequences[1:])
     )
-    return BlockImage(
-        geometry=image.geometry,
-        statistics=image.statistics,
-        sequences=later,
-        preempted=image.preempted,
-        cached_flags=image.cached_flags,
-    )
+    return attrs.evolve(image, sequences=later)
 
 
 class Reader:
@@ -135,11 +129,18 @@ def test_growth_is_told_alone() -> None:
     image = BlockImage(
         geometry=PoolGeometry(2000, 4, 8000),
         statistics=EngineStatistics(pool=PoolStatistics(2000, 4, 0, 0, 0)),
-        sequences=(SequenceImage("r", SequenceId(129), 0, np.arange(1000, dtype=np.int32), 4000),),
+        sequences=(
+            SequenceImage("r", SequenceId(0), 0, np.array([1], np.int32), 3),
+            SequenceImage("r", SequenceId(129), 0, np.arange(1000, dtype=np.int32), 4000),
+        ),
         preempted=(),
         cached_flags=bytes(2000),
     )
-    assert changes(image, grown(image)) == {"grown": [["1.1", [[0, 1]]]], "tokens": [["1.1", 4002]]}
+    assert changes(image, grown(image)) == {
+        "grown": [["1.1", [[0, 1]]]],
+        "tokens": [["1.1", 4002]],
+        "ended": ["0"],
+    }
 
 
 @pytest.mark.parametrize(("number", "name"), [(0, "0"), (128 * 7, "7"), (128 * 7 + 2, "7.2")])

@@ -23,7 +23,7 @@ from kvpage.request import EngineModel
 from kvpage.stats import BlockImage
 from tests.engine.runners import Gate, GatedRunner
 from tests.integrations.echo import serving
-from tests.integrations.test_memory_feed import images
+from tests.integrations.test_memory_feed import grown, images
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
@@ -313,10 +313,11 @@ FOLLOW = """([first, changes, last]) => {
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.lists(images(), min_size=2, max_size=6))
+@given(st.lists(images(), min_size=1, max_size=4))
 def test_the_page_understands_all_changes(scripts: Page, moments: list[BlockImage]) -> None:
     """It comes to what a new viewer is told; each block's owner holds it; clones stay behind."""
     about = {"time": 0, "num_blocks": 12, "block_size": 4}
+    moments = [moment for each in moments for moment in (each, grown(each), grown(grown(each)))]
     first, last = ({**about, **snapshot(moments[place])} for place in (0, -1))
     told = [{"time": 0, **changes(*pair)} for pair in pairwise(moments)]
     assert scripts.evaluate(FOLLOW, [first, told, last]) == [True, True, True]

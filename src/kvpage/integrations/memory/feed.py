@@ -50,7 +50,7 @@ class MemoryFeed:
             if since == self._number or (since == 0 and self._is_old()):
                 await self._look()
             missed = self._number - since
-            if since == 0 or missed > len(self._changes):
+            if missed > len(self._changes):  # or has seen nothing: the first look has no changes
                 return self._number, self._snapshot()
             return self._number, b"".join([*self._changes][len(self._changes) - missed :])
 
