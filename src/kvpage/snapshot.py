@@ -63,10 +63,10 @@ class EngineSnapshot:
             "statistics": attrs.asdict(self.statistics),
             "geometry": attrs.asdict(block_map.geometry),
             "sequences": [
-                {"blocks": runs(sequence.blocks), "num_tokens": sequence.num_tokens}
+                {"blocks": runs(sequence.blocks).tolist(), "num_tokens": sequence.num_tokens}
                 for sequence in block_map.sequences
             ],
-            "cached": runs(block_map.cached),
+            "cached": runs(block_map.cached).tolist(),
         }
 
     @classmethod
@@ -103,14 +103,14 @@ def _known(record: type[Record], values: Mapping[str, Any]) -> Record:
     return record(**known)
 
 
-def runs(blocks: npt.ArrayLike) -> list[list[int]]:
-    """Adjacent blocks together, `[first, how many]`: `3 4 5 9` as `[[3, 3], [9, 1]]`."""
+def runs(blocks: npt.ArrayLike) -> npt.NDArray[np.int64]:
+    """Adjacent blocks together, `int64[n, 2]` of first and how many: `3 4 5 9` as `3 3, 9 1`."""
     blocks = np.asarray(blocks, np.int64)
     if not blocks.size:
-        return []
+        return np.empty((0, 2), np.int64)
     starts = np.flatnonzero(np.diff(blocks, prepend=blocks[0] - 2) != 1)
     lengths = np.diff(starts, append=blocks.size)
-    return np.stack([blocks[starts], lengths], axis=1).tolist()  # type: ignore[no-any-return]
+    return np.stack([blocks[starts], lengths], axis=1)
 
 
 def _blocks(runs: Iterable[Iterable[int]]) -> Any:

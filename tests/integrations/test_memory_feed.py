@@ -1,6 +1,7 @@
 """What the memory page is told, and how seldom the engine is asked."""
 
 import asyncio
+import base64
 import json
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +19,7 @@ from kvpage import AsyncEngine, EngineClosed, SamplingParams
 from kvpage.blocks import PoolGeometry, PoolStatistics, SequenceId
 from kvpage.cli.serve import ServeOptions, guarded_app
 from kvpage.integrations.memory import memory_app
-from kvpage.integrations.memory.changes import changes, label, snapshot
+from kvpage.integrations.memory.changes import changes, label, packed, snapshot
 from kvpage.integrations.memory.feed import MAX_BEHIND, MemoryFeed
 from kvpage.stats import BlockImage, EngineStatistics, SequenceImage
 from tests.engine.scenes import BACKENDS
@@ -91,12 +92,12 @@ class Reader:
         for name in change.get("ended", []):
             del self.tables[name]
         self._add(change.get("sequences", []))
-        for name, runs in change.get("grown", []):
-            self.tables[name][1].extend(expanded(runs))
+        for name, blocks in change.get("grown", []):
+            self.tables[name][1].extend(expanded(blocks))
         for name, tokens in change.get("tokens", []):
             self.tables[name] = (*self.tables[name][:2], tokens)
-        self.cached -= set(expanded(change.get("uncached", [])))
-        self.cached |= set(expanded(change.get("cached", [])))
+        self.cached -= set(expanded(change.get("uncached", "")))
+        self.cached |= set(expanded(change.get("cached", "")))
         self.preempted = change.get("preempted", self.preempted)
         self.figures.update(change.get("figures", {}))
 
@@ -106,8 +107,9 @@ class Reader:
             self.tables[entry["name"]] = place
 
 
-def expanded(runs: list[list[int]]) -> list[int]:
-    return [block for first, many in runs for block in range(first, first + many)]
+def expanded(packed: str) -> list[int]:
+    pairs = np.frombuffer(base64.b64decode(packed), "<i4").reshape(-1, 2)
+    return [block for first, many in pairs.tolist() for block in range(first, first + many)]
 
 
 @given(images(), images())
@@ -137,7 +139,7 @@ def test_growth_is_told_alone() -> None:
         cached_flags=bytes(2000),
     )
     assert changes(image, grown(image)) == {
-        "grown": [["1.1", [[0, 1]]]],
+        "grown": [["1.1", packed(np.array([0]))]],
         "tokens": [["1.1", 4002]],
         "ended": ["0"],
     }
@@ -278,7 +280,7 @@ def test_inside_of_a_host(host: Callable[[ASGIApp], Any]) -> None:
     assert told[0] == "event: snapshot"
     document = json.loads(told[1].removeprefix("data: "))
     assert document["figures"]["requests_finished"] == 1
-    assert document["figures"]["cached_blocks"] == sum(many for _, many in document["cached"]) > 0
+    assert document["figures"]["cached_blocks"] == len(expanded(document["cached"])) > 0
     assert "SECRET" not in told[1] + page.text
 
 

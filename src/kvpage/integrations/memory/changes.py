@@ -1,9 +1,11 @@
 """What the memory page is told: a whole snapshot first, then what has changed.
 
 No text, no token and no request id is in it. A sequence goes by its number in the engine, as `"7"`,
-or `"7.1"` for the second choice of request 7. Blocks are runs `[first, how many]`.
+or `"7.1"` for the second choice of request 7. Blocks are packed: a pool of 100,000 blocks, however
+scattered, is told within a few milliseconds.
 """
 
+import base64
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -37,7 +39,7 @@ def snapshot(image: BlockImage) -> Document:
         "figures": _figures(image.statistics),
         "sequences": [_whole(sequence) for sequence in image.sequences],
         "preempted": [label(number) for number in image.preempted],
-        "cached": runs(np.flatnonzero(_flags(image))),
+        "cached": packed(np.flatnonzero(_flags(image))),
     }
 
 
@@ -76,6 +78,11 @@ def label(number: SequenceId) -> str:
     return f"{request}.{choice}" if choice else str(request)
 
 
+def packed(blocks: npt.NDArray[Any]) -> str:
+    """Runs of adjacent blocks, as pairs (first, how many) of little-endian int32, in Base64."""
+    return base64.b64encode(runs(blocks).astype("<i4").tobytes()).decode()
+
+
 def _continues(earlier: SequenceImage, later: SequenceImage) -> bool:
     """Are the blocks the same, but for some more at the end?"""
     if earlier.first_block != later.first_block:
@@ -86,25 +93,25 @@ def _continues(earlier: SequenceImage, later: SequenceImage) -> bool:
 def _growth(pairs: Iterable[tuple[SequenceImage, SequenceImage]]) -> Iterable[list[Any]]:
     for earlier, later in pairs:
         if len(later.blocks) > len(earlier.blocks):
-            yield [label(later.number), runs(later.blocks[len(earlier.blocks) :])]
+            yield [label(later.number), packed(later.blocks[len(earlier.blocks) :])]
 
 
 def _whole(sequence: SequenceImage) -> Document:
     return {
         "name": label(sequence.number),
         "first_block": sequence.first_block,
-        "blocks": runs(sequence.blocks),
+        "blocks": packed(sequence.blocks),
         "num_tokens": sequence.num_tokens,
     }
 
 
-def _cache_changes(before: BlockImage, after: BlockImage) -> dict[str, list[list[int]]]:
+def _cache_changes(before: BlockImage, after: BlockImage) -> dict[str, str]:
     if before.cached_flags == after.cached_flags:
         return {}
     was, is_now = _flags(before), _flags(after)
     return {
-        "cached": runs(np.flatnonzero(is_now & ~was)),
-        "uncached": runs(np.flatnonzero(was & ~is_now)),
+        "cached": packed(np.flatnonzero(is_now & ~was)),
+        "uncached": packed(np.flatnonzero(was & ~is_now)),
     }
 
 

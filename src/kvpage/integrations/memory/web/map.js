@@ -38,6 +38,12 @@ class MapView {
     return this.context.createPattern(tile, "repeat");
   }
 
+  // After the page has become wider or narrower.
+  fit(memory) {
+    const width = Math.floor(this.canvas.clientWidth * devicePixelRatio);
+    if (width !== this.canvas.width) this.layout(memory);
+  }
+
   // Chooses the largest cells with which the pool fits, and draws all.
   layout(memory) {
     const scale = devicePixelRatio;

@@ -48,8 +48,8 @@ class Memory {
     for (const name of data.ended || []) this.#remove(name, touched, orphans);
     for (const each of data.sequences || []) this.#release(each.name, touched, orphans);
     for (const each of data.sequences || []) this.#place(each, touched);
-    for (const [name, runs] of data.grown || []) {
-      this.#hold(this.sequences.get(name), expanded(runs), touched);
+    for (const [name, packed] of data.grown || []) {
+      this.#hold(this.sequences.get(name), expanded(packed), touched);
     }
     for (const [name, tokens] of data.tokens || []) this.#fill(name, tokens, touched);
     this.#mark(data.uncached, 0, touched);
@@ -140,8 +140,8 @@ class Memory {
     sequence.tokens = tokens;
   }
 
-  #mark(runs, flag, touched) {
-    for (const block of expanded(runs || [])) {
+  #mark(packed, flag, touched) {
+    for (const block of expanded(packed || "")) {
       this.cached[block] = flag;
       touched.push(block);
     }
@@ -176,8 +176,12 @@ class Memory {
   }
 }
 
-function expanded(runs) {
+// Blocks from runs of them: pairs (first, how many) of int32, in Base64.
+function expanded(packed) {
+  const runs = new Int32Array(Uint8Array.from(atob(packed), (c) => c.charCodeAt(0)).buffer);
   const blocks = [];
-  for (const [first, many] of runs) for (let i = 0; i < many; i++) blocks.push(first + i);
+  for (let at = 0; at < runs.length; at += 2) {
+    for (let i = 0; i < runs[at + 1]; i++) blocks.push(runs[at] + i);
+  }
   return blocks;
 }

@@ -251,7 +251,7 @@ class Page {
       this.key = $("key-input").value.trim();
       this.#connect();
     });
-    new ResizeObserver(() => this.map.layout(this.shown)).observe(canvas.parentElement);
+    new ResizeObserver(() => this.map.fit(this.shown)).observe(canvas.parentElement);
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
       this.map.readColours();
       this.map.layout(this.shown);
@@ -271,7 +271,9 @@ class Page {
   }
 
   #selectAt(block) {
-    const owner = block >= 0 && this.shown.ownerOf(block);
+    if (block < 0) return;
+    this.map.moveCursor(this.shown, block);
+    const owner = this.shown.ownerOf(block);
     if (owner) this.select(owner.name);
   }
 
@@ -325,7 +327,7 @@ class Page {
   #seek(time) {
     const touched = this.replay.seek(time);
     if (touched === null) this.touched = null;
-    else if (this.touched) this.touched.push(...touched);
+    else if (this.touched) for (const block of touched) this.touched.push(block);
     const ago = Math.max(0, this.replay.end - time).toFixed(1);
     $("moment").value = MINUTE_S - Number(ago);
     setText($("moment-text"), `${ago} s before`);
