@@ -294,6 +294,28 @@ def test_viewers_see_the_end_and_leave_nothing() -> None:
         assert "event: end" in list(lines)
 
 
+def test_a_server_that_stops_sends_viewers_away() -> None:
+    """At once, when it says so."""
+    engine, closing = echo_engine(), anyio.Event()
+    app = memory_app(engine, closing=closing)
+    with serving(app) as url, httpx.stream("GET", f"{url}/events") as events:
+        lines = events.iter_lines()
+        next(lines)
+        closing.set()
+        assert "event: end" in list(lines)
+    asyncio.run(engine.aclose())
+
+
+def test_viewers_come_again_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a server which says nothing can stop as well."""
+    monkeypatch.setattr("kvpage.integrations.memory.page.STREAM_S", 0.1)
+    engine = echo_engine()
+    with serving(memory_app(engine)) as url, httpx.stream("GET", f"{url}/events") as events:
+        lines = list(events.iter_lines())
+    asyncio.run(engine.aclose())
+    assert (lines[0], lines[3]) == ("event: snapshot", "event: again")
+
+
 OPTIONS = ServeOptions(
     host="127.0.0.1",
     port=0,

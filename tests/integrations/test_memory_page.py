@@ -262,6 +262,26 @@ def test_the_end_of_an_engine(browser: Browser) -> None:
         page.close()
 
 
+def test_coming_again_is_not_seen(
+    opened: Callable[..., Page], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stream ends now and then; the page goes on, and so does its minute."""
+    monkeypatch.setattr("kvpage.integrations.memory.page.STREAM_S", 0.1)
+    with scene() as played:
+        requests: list[str] = []
+        page = opened(played.url)
+        page.on("request", lambda request: requests.append(request.url))
+        page.wait_for_selector("#main:not([hidden])")
+        page.evaluate(
+            "new MutationObserver(() => document.title = 'changed')"
+            ".observe(document.getElementById('state'), { childList: true })"
+        )
+        while len(requests) < 3:
+            page.wait_for_timeout(50)
+        expect(page.get_by_role("status")).to_have_text("live")
+        assert page.title() == "Memory of fake – kvpage"
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_on_a_phone(opened: Callable[..., Page], scheme: str) -> None:
     """Nothing is wider than the screen; the colours are those that the reader prefers."""
@@ -308,19 +328,23 @@ FOLLOW = """([first, changes, last]) => {
     const owner = memory.ownerOf(block);
     return owner.blocks[memory.place[block] - owner.first] === block;
   });
-  return [owned, seen(memory) === seen(after(last)), seen(kept) === seen(after(first))];
+  const followed = seen(memory) === seen(after(last));
+  const colours = () => [...memory.sequences.values()].map((s) => s.name + s.colour).sort().join();
+  const before = colours();
+  memory.apply({ kind: "snapshot", data: last });
+  return [owned, followed, seen(kept) === seen(after(first)), before === colours()];
 }"""
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(images(), min_size=1, max_size=4))
 def test_the_page_understands_all_changes(scripts: Page, moments: list[BlockImage]) -> None:
-    """It comes to what a new viewer is told; each block's owner holds it; clones stay behind."""
+    """It comes to what a new viewer is told; owners hold their blocks; colours and clones stay."""
     about = {"time": 0, "num_blocks": 12, "block_size": 4}
     moments = [moment for each in moments for moment in (each, grown(each), grown(grown(each)))]
     first, last = ({**about, **snapshot(moments[place])} for place in (0, -1))
     told = [{"time": 0, **changes(*pair)} for pair in pairwise(moments)]
-    assert scripts.evaluate(FOLLOW, [first, told, last]) == [True, True, True]
+    assert scripts.evaluate(FOLLOW, [first, told, last]) == [True, True, True, True]
 
 
 COUNT_DRAWING = """() => {

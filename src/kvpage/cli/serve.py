@@ -161,10 +161,13 @@ def read_api_keys(file: Path | None) -> tuple[str, ...]:
     return keys
 
 
-def guarded_app(engine: AsyncEngine, options: ServeOptions) -> "ASGIApp":
-    """Everything that is served, behind its guards."""
+def guarded_app(
+    engine: AsyncEngine, options: ServeOptions, closing: anyio.Event | None = None
+) -> "ASGIApp":
+    """Everything that is served, behind its guards; `closing` sends viewers of memory away."""
     from kvpage.integrations.asgi import Limits, openai_app
     from kvpage.integrations.guards import AccessLog, HostGuard
+    from kvpage.integrations.memory import memory_app
 
     names = options.names or (engine.model.name,)
     app = openai_app(
@@ -174,20 +177,18 @@ def guarded_app(engine: AsyncEngine, options: ServeOptions) -> "ASGIApp":
         limits=Limits(body_bytes=options.max_body_bytes, request_s=options.request_timeout_s),
     )
     if options.memory_page:
-        app = _beside_memory_page(app, engine, options)
+        page = memory_app(engine, api_keys=options.api_keys, closing=closing)
+        app = _beside_memory_page(app, page)
     if options.allowed_hosts:
         app = HostGuard(app, options.allowed_hosts)
     return AccessLog(app) if options.access_log else app
 
 
-def _beside_memory_page(app: "ASGIApp", engine: AsyncEngine, options: ServeOptions) -> "ASGIApp":
+def _beside_memory_page(app: "ASGIApp", page: "ASGIApp") -> "ASGIApp":
     from starlette.applications import Starlette
     from starlette.responses import RedirectResponse
     from starlette.routing import Mount, Route
 
-    from kvpage.integrations.memory import memory_app
-
-    page = memory_app(engine, api_keys=options.api_keys)
     to_page = Route("/memory", RedirectResponse("memory/"))
     return Starlette(routes=[to_page, Mount("/memory", page), Mount("", app)])
 
@@ -198,9 +199,10 @@ async def _run(
     """Load, serve until a signal comes, finish open requests, and close."""
     import uvicorn
 
+    closing = anyio.Event()
     async with AsyncEngine.from_pretrained(model, **settings) as engine:
         config = uvicorn.Config(
-            guarded_app(engine, options),
+            guarded_app(engine, options, closing),
             lifespan="off",
             ws="none",
             log_config=None,
@@ -210,7 +212,7 @@ async def _run(
         )
         server = _server(config)
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(_stop_on_signal, server)
+            tasks.start_soon(_stop_on_signal, server, closing)
             host, port = listener.getsockname()[:2]
             url = f"http://{_in_url(host)}:{port}"
             print(f"{engine.model.name} on {url}/v1", file=sys.stderr)
@@ -235,12 +237,13 @@ def _server(config: Any) -> Any:
     return Server(config)
 
 
-async def _stop_on_signal(server: Any) -> None:
+async def _stop_on_signal(server: Any, closing: anyio.Event) -> None:
     """The first signal lets open requests finish; the second ends them."""
     with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
         async for _ in signals:
             server.force_exit = server.should_exit
             server.should_exit = True
+            closing.set()
 
 
 def _check_installed() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from functools import partial
 from importlib.resources import files
 
+import anyio
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -22,8 +23,16 @@ SCRIPTS = (
 )
 """In the order in which they need each other."""
 
+STREAM_S = 30.0
+"""Viewers come again after this time, so that a server which stops does not wait for ever."""
 
-def memory_app(engine: AsyncEngine, *, api_keys: Collection[str] = ()) -> ASGIApp:
+
+def memory_app(
+    engine: AsyncEngine,
+    *,
+    api_keys: Collection[str] = (),
+    closing: anyio.Event | None = None,
+) -> ASGIApp:
     """A web page that shows who holds which block of an engine, live. Read-only.
 
     It shows counts, block numbers and the numbers of sequences: no prompt, no output, no request
@@ -35,8 +44,10 @@ def memory_app(engine: AsyncEngine, *, api_keys: Collection[str] = ()) -> ASGIAp
     Args:
         engine: an engine that is open. Not closed by the app.
         api_keys: who has one of these may look; none: everybody may.
+        closing: set it when your server is about to stop: viewers are sent away at once. Without it
+            a server that waits for open responses waits for them up to 30 seconds.
     """
-    events: ASGIApp = _Events(MemoryFeed(engine))
+    events: ASGIApp = _Events(MemoryFeed(engine), closing)
     if api_keys:
         events = ApiKeyGuard(events, api_keys)
     return _ByPath({"": _page(key_needed=bool(api_keys)), "events": events})
@@ -64,30 +75,37 @@ class _ByPath:
 
 
 class _Events:
-    """Streams what a feed tells, until the viewer leaves or the engine ends."""
+    """Streams what a feed tells, until the viewer leaves, the engine ends or time is up."""
 
-    def __init__(self, feed: MemoryFeed) -> None:
+    def __init__(self, feed: MemoryFeed, closing: anyio.Event | None) -> None:
         self._feed = feed
+        self._closing = closing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         stream = EventStream(send)
+        tell = partial(self._tell, stream)
         try:
-            await while_connected(receive, partial(self._tell, stream), meanwhile=stream.keep_alive)
+            last = await while_connected(receive, tell, meanwhile=stream.keep_alive)
         except ClientGone:
             return
         except KvpageError as error:  # the engine is closed or broken
             if not stream.started:
                 await api_error(error).response()(scope, receive, send)
                 return
-            await stream.emit(b"event: end\ndata: {}\n\n")
-            await stream.end()
+            last = b"end"
+        await stream.emit(b"event: %b\ndata: {}\n\n" % last)
+        await stream.end()
 
-    async def _tell(self, stream: EventStream) -> None:
-        number = 0
-        while True:
+    async def _tell(self, stream: EventStream) -> bytes:
+        """Returns what the last event is to say: come again, or that it is the end."""
+        number, until = 0, anyio.current_time() + STREAM_S
+        while anyio.current_time() < until:
+            if self._closing is not None and self._closing.is_set():
+                return b"end"
             number, events = await self._feed.news(number)
             if events:
                 await stream.emit(events)
+        return b"again"
 
 
 def _page(*, key_needed: bool) -> Response:

@@ -10,6 +10,7 @@ class Memory {
     this.figures = {};
     this.about = { num_blocks: 0, block_size: 1 };
     this.preempted = [];
+    this.colours = new Map(); // that sequences had before the last snapshot
     this.#reset(0);
   }
 
@@ -41,6 +42,7 @@ class Memory {
     this.time = data.time;
     if (kind === "snapshot") {
       this.about = data;
+      this.colours = new Map([...this.sequences.values()].map((each) => [each.name, each.colour]));
       this.#reset(data.num_blocks);
     }
     const touched = [];
@@ -69,7 +71,8 @@ class Memory {
   }
 
   #create(name) {
-    const sequence = { name, key: this.lastKey++, colour: this.#freeColour(), blocks: [] };
+    const colour = this.colours.get(name) ?? this.#freeColour();
+    const sequence = { name, key: this.lastKey++, colour, blocks: [] };
     this.sequences.set(name, sequence);
     this.byKey.set(sequence.key, sequence);
     return sequence;

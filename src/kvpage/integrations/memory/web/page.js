@@ -83,17 +83,18 @@ class Page {
         if (error.message === "the engine is closed") said = error.message;
       }
       if (this.away) return null;
-      this.#say(this.ended ? "the engine is closed" : said, "lost");
-      this.ended = false;
+      if (this.last === "again") {
+        this.last = null;
+        continue;
+      }
+      this.#say(this.last === "end" ? "the engine is closed" : said, "lost");
       await new Promise((resolve) => setTimeout(resolve, 2000));
     }
   }
 
   #hear(event) {
-    if (event.kind === "end") {
-      this.ended = true;
-      return;
-    }
+    this.last = event.kind;
+    if (event.kind === "end" || event.kind === "again") return;
     const before = this.memory.preempted;
     const touched = this.memory.apply(event);
     this.arrived = performance.now();
