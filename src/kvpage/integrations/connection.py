@@ -1,6 +1,6 @@
 """One HTTP connection as an ASGI app sees it: read a body, notice who leaves, stream events.
 
-Written here and not taken from `sse-starlette`: see `docs/decisions/005-server-sent-events.md`.
+Written here and not taken from `sse-starlette`: see `docs/decisions/006-server-sent-events.md`.
 """
 
 from collections.abc import Awaitable, Callable, Coroutine
