@@ -22,11 +22,20 @@ async function listen(key, signal, heard) {
     rest = parts.pop();
     for (const part of parts) {
       const match = /^event: (\w+)\ndata: (.*)$/.exec(part);
-      if (match) heard({ kind: match[1], data: JSON.parse(match[2]) });
+      if (match) hearOne(heard, { kind: match[1], data: JSON.parse(match[2]) });
     }
   }
 }
 
+// A fault of the page itself is not taken for one of the connection; a new snapshot mends it.
+function hearOne(heard, event) {
+  try {
+    heard(event);
+  } catch (error) {
+    reportError(error);
+    throw error;
+  }
+}
 
 class Page {
   constructor() {
