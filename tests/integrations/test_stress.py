@@ -33,7 +33,8 @@ class Crowd:
 
     async def run(self, num_clients: int, seconds: float) -> None:
         """All of them, until the time is up."""
-        limits = httpx.Limits(max_connections=None)
+        # uvicorn closes a connection that was idle for 5 s, and may do so just as a client writes.
+        limits = httpx.Limits(max_connections=None, keepalive_expiry=1)
         async with (
             httpx.AsyncClient(base_url=self._url, limits=limits, timeout=6 * PATIENCE_S) as client,
             anyio.create_task_group() as tasks,
