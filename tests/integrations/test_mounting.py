@@ -42,7 +42,8 @@ def in_django(mounted: ASGIApp) -> Any:
     from django.core.asgi import get_asgi_application
 
     if not settings.configured:
-        settings.configure(SECRET_KEY="for tests", ALLOWED_HOSTS=["*"])
+        # One process has one Django: the URLs are those of the example, should its test come later.
+        settings.configure(SECRET_KEY="for tests", ALLOWED_HOSTS=["*"], ROOT_URLCONF="django_app")
     django = get_asgi_application()
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
