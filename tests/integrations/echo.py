@@ -61,7 +61,7 @@ class AsciiTokenizer:
 def echo(tokens: npt.NDArray[np.int64]) -> int:
     """In a chat what the user said last, and then the end; else the alphabet, over and over."""
     spoken = np.flatnonzero(tokens == SPEAKS)
-    if not len(spoken):
+    if not all(mark in tokens for mark in (SPEAKS, SAYS, SAID)):
         return ord("a") + (int(tokens[-1]) - ord("a") + 1) % 26
     begins, ends = (np.flatnonzero(tokens == mark)[-1] for mark in (SAYS, SAID))
     words = tokens[begins + 1 : ends]
