@@ -30,7 +30,12 @@ def programs() -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "program", programs(), ids=lambda program: program.split("params")[0][-40:]
+    "program",
+    [
+        # Each loads the model: the first of the README stands for all in the quick suite.
+        pytest.param(program, marks=[pytest.mark.slow] if number else [], id=str(number))
+        for number, program in enumerate(programs())
+    ],
 )
 def test_a_program_of_the_documents_runs(program: str) -> None:
     """As it stands there, and prints text."""
