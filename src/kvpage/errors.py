@@ -111,3 +111,11 @@ class OutOfBlocks(Exception):  # noqa: N818
         self.needed = needed
         self.available = available
         self.missing = max(1, needed - available)
+
+
+def sentence_of(error: BaseException) -> str:
+    """The first thing that went wrong, in one line; with its type if it is not one of kvpage's."""
+    if isinstance(error, BaseExceptionGroup):
+        return sentence_of(error.exceptions[0])
+    text = " ".join(str(error).split())
+    return text if isinstance(error, KvpageError) and text else f"{type(error).__name__}: {text}"

@@ -1,7 +1,6 @@
 """`kvpage compare`: strategies and block sizes, end to end, on a real model."""
 
 import json
-import os
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +16,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
 from kvpage import comparison as compared
+from kvpage.cli.files import check_writable, replace
 from kvpage.comparison.figures import FIGURES
 from kvpage.comparison.records import CandidateResult, Comparison
 from kvpage.errors import ConfigError
@@ -172,33 +172,14 @@ class _Files:
         self._command = command
         for path in (html_file, json_file):
             if path is not None:
-                _check_writable(path)
+                check_writable(path)
 
     def write(self, found: Comparison) -> None:
         self.latest = found
-        _replace(self._html_file, compared.html_report(found, command=self._command))
+        replace(self._html_file, compared.html_report(found, command=self._command))
         if self._json_file is not None:
             document = compared.json_document(found, command=self._command)
-            _replace(self._json_file, json.dumps(document, indent=1) + "\n")
-
-
-def _check_writable(path: Path) -> None:
-    """Nothing is worse than an error after five minutes."""
-    if path.is_dir():
-        raise ConfigError(f"{path} cannot be written: it is a folder")
-    if not path.parent.is_dir():
-        raise ConfigError(f"{path} cannot be written: there is no folder {path.parent}")
-    if not os.access(path.parent, os.W_OK):
-        raise ConfigError(f"{path} cannot be written: the folder allows no new files")
-
-
-def _replace(path: Path, text: str) -> None:
-    part = path.with_name(f"{path.name}.part")
-    try:
-        part.write_text(text, encoding="utf-8")
-        part.replace(path)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
+            replace(self._json_file, json.dumps(document, indent=1) + "\n")
 
 
 # -- while it runs -----------------------------------------------------------------------------

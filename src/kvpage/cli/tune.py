@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from kvpage.cli.files import check_writable, replace
 from kvpage.errors import ConfigError
 from kvpage.simulator import WORKLOADS
 from kvpage.tuning import Measured, Recommendation, SearchSpace, Simulated, TuningSettings
@@ -102,16 +103,14 @@ class _Results:
     def __init__(self, json_file: Path | None) -> None:
         self.latest: Recommendation | None = None
         self._json_file = json_file
+        if json_file is not None:
+            check_writable(json_file)
 
     def keep(self, found: Recommendation) -> None:
         """Remember `found`, and write it if there is a file."""
         self.latest = found
-        if self._json_file is None:
-            return
-        try:
-            self._json_file.write_text(json.dumps(found.as_dict(), indent=1) + "\n")
-        except OSError as error:
-            raise ConfigError(f"{self._json_file} cannot be written: {error.strerror}") from error
+        if self._json_file is not None:
+            replace(self._json_file, json.dumps(found.as_dict(), indent=1) + "\n")
 
 
 def run_and_show(run: Any, json_file: Path | None) -> int:
@@ -124,8 +123,6 @@ def run_and_show(run: Any, json_file: Path | None) -> int:
     Raises:
         ConfigError: the file cannot be written.
     """
-    if json_file is not None and not json_file.parent.is_dir():
-        raise ConfigError(f"{json_file} cannot be written: there is no folder {json_file.parent}")
     results = _Results(json_file)
     interrupted = False
     try:

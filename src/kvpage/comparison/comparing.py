@@ -15,6 +15,7 @@ from kvpage.comparison.records import CandidateResult, CandidateRun, Comparison,
 from kvpage.comparison.settings import Candidate, ComparisonSettings
 from kvpage.comparison.workload import Workload, read_workload
 from kvpage.engine import AsyncEngine
+from kvpage.errors import sentence_of
 from kvpage.stats import EngineStatistics
 
 WARM_UP_REQUESTS = 4
@@ -190,7 +191,7 @@ class Comparing:
             async with await anyio.to_thread.run_sync(open_engine) as engine:
                 return await measure(engine, job, look, token_bytes=self._source.bytes_per_token)
         except Exception as error:  # whatever a strategy raises, the others go on
-            entry.failure = _sentence(error)
+            entry.failure = sentence_of(error)
             return None
 
     def _open(self, candidate: Candidate) -> AsyncEngine:
@@ -227,12 +228,3 @@ class Comparing:
             state=state,
             elapsed_s=perf_counter() - self._started,
         )
-
-
-def _sentence(error: BaseException) -> str:
-    """The first thing that went wrong, in words."""
-    if isinstance(error, BaseExceptionGroup):
-        return _sentence(error.exceptions[0])
-    text = " ".join(str(error).split())
-    expected = type(error).__module__.startswith("kvpage.")
-    return text if expected and text else f"{type(error).__name__}: {text}"

@@ -69,7 +69,7 @@ class Progress:
     statistics: EngineStatistics
 
 
-class RunFailed(Exception):  # noqa: N818  (becomes a result's `failure`)
+class RunFailed(KvpageError):  # noqa: N818  (becomes a result's `failure`)
     """A request did not finish; its run says nothing of the candidate's speed."""
 
 

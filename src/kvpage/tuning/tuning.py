@@ -13,7 +13,7 @@ import attrs
 from kvpage.comparison.engines import open_source
 from kvpage.comparison.workload import Workload, read_workload
 from kvpage.config import DEFAULT_BLOCK_SIZE, EngineConfig
-from kvpage.errors import KvpageError
+from kvpage.errors import sentence_of
 from kvpage.plugins import check_allocator_spec
 from kvpage.traffic import TraceRequest
 from kvpage.tuning.candidates import Candidate
@@ -289,14 +289,8 @@ async def _measured(before: Measured, measure: Measure, workload: Workload) -> M
     try:
         tokens_s = await measure(before.candidate, workload)
     except Exception as error:  # whatever a strategy raises, the others go on
-        return attrs.evolve(before, problem=_sentence(error))
+        return attrs.evolve(before, problem=sentence_of(error))
     return attrs.evolve(before, tokens_s=(*before.tokens_s, tokens_s))
-
-
-def _sentence(error: BaseException) -> str:
-    if isinstance(error, BaseExceptionGroup):
-        return _sentence(error.exceptions[0])
-    return str(error) if isinstance(error, KvpageError) else f"{type(error).__name__}: {error}"
 
 
 def _decided(
