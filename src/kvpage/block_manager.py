@@ -156,15 +156,27 @@ class BlockManager:
             return 0
         return max(0, num_computed - self.window + 1) // self.geometry.block_size
 
-    def num_cached_tokens(self, prefix: Sequence[BlockKey]) -> int:
-        """How many leading tokens of a sequence with this prefix could be shared."""
-        return len(self._match(prefix)) * self.geometry.block_size
+    def match(self, prefix: Sequence[BlockKey], num_tokens: int) -> list[BlockId]:
+        """The cached blocks that a sequence of `num_tokens` tokens could start with.
 
-    def num_taken(self, num_tokens: int, prefix: Sequence[BlockKey], num_computed: int) -> int:
+        At least one of its tokens is left to be computed, to have logits.
+
+        Args:
+            prefix: keys of its leading full blocks.
+            num_tokens: its length.
+        """
+        blocks: list[BlockId] = []
+        for key in prefix[: (num_tokens - 1) // self.geometry.block_size]:
+            block = self._published.get(key.digest)
+            if block is None or self._keys[block] != key:
+                break
+            blocks.append(block)
+        return blocks
+
+    def num_taken(self, num_tokens: int, shared: Sequence[BlockId], num_computed: int) -> int:
         """How many `available_blocks` such an admission would take; arguments as for `admit`."""
-        matched = self._match(prefix)
-        first = self.first_needed(max(num_computed, len(matched) * self.geometry.block_size))
-        held = sum(self._references[block] > FREE for block in matched[first:])
+        first = self.first_needed(max(num_computed, len(shared) * self.geometry.block_size))
+        held = sum(self._references[block] > FREE for block in shared[first:])
         return self.geometry.blocks_for(num_tokens) - first - held
 
     def admit(
@@ -174,9 +186,9 @@ class BlockManager:
         num_tokens: int,
         *,
         max_tokens: int,
-        prefix: Sequence[BlockKey] = (),
+        shared: Sequence[BlockId] = (),
         num_computed: int = 0,
-    ) -> int:
+    ) -> None:
         """Start `seq` in table row `row` with room for `num_tokens` tokens.
 
         Blocks that its next token does not attend to any more are neither granted nor shared.
@@ -186,22 +198,15 @@ class BlockManager:
             row: a free row of `tables`.
             num_tokens: tokens that need room now.
             max_tokens: the sequence never grows beyond this.
-            prefix: keys of the sequence's leading full blocks; those found in the cache are shared.
+            shared: what `match` has just found for it.
             num_computed: tokens that will have K and V without being computed: from swap space.
-
-        Returns:
-            How many leading tokens the cache has: a multiple of `block_size`, below `num_tokens`,
-            since at least one token must be computed to have logits.
 
         Raises:
             OutOfBlocks: not now; nothing has changed.
             AllocatorFault: the allocator raised or its answer breaks the contract.
         """
-        shared = self._match(prefix[: (num_tokens - 1) // self.geometry.block_size])
-        shared_tokens = len(shared) * self.geometry.block_size
-        first = self.first_needed(max(num_computed, shared_tokens))
-        self._start(seq, _Holding(row, shared[first:], first), num_tokens, max_tokens)
-        return shared_tokens
+        first = self.first_needed(max(num_computed, len(shared) * self.geometry.block_size))
+        self._start(seq, _Holding(row, list(shared[first:]), first), num_tokens, max_tokens)
 
     def fork(
         self, parent: SequenceId, seq: SequenceId, row: int, num_tokens: int, *, max_tokens: int
@@ -408,16 +413,6 @@ class BlockManager:
             )
 
     # -- prefix index --------------------------------------------------------------------------
-
-    def _match(self, prefix: Sequence[BlockKey]) -> list[BlockId]:
-        """The longest run of leading blocks that are published under these keys."""
-        blocks: list[BlockId] = []
-        for key in prefix:
-            block = self._published.get(key.digest)
-            if block is None or self._keys[block] != key:
-                break
-            blocks.append(block)
-        return blocks
 
     def _evict(self, num_blocks: int) -> bool:
         """Free up to `num_blocks` cached blocks, the oldest first; False if none is left."""

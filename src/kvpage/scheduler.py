@@ -387,22 +387,24 @@ class Scheduler:
         parent, kept = sequence.fork_of, self.swap.get(sequence.id)
         if kept is None and parent is not None and self._can_fork(parent, sequence):
             return self._fork(parent, sequence, row)
-        blocks, prefix = self._blocks, self._prefix(sequence)
+        blocks = self._blocks
+        shared = blocks.match(self._prefix(sequence), len(sequence.tokens))
+        shared_tokens = len(shared) * blocks.geometry.block_size
         swapped = 0 if kept is None else kept.num_tokens
-        computed = max(swapped, blocks.num_cached_tokens(prefix))
+        computed = max(swapped, shared_tokens)
         num_tokens = int(self._room(np.array([len(sequence.tokens)]), np.array([computed]))[0])
-        self._keep_watermark(blocks.num_taken(num_tokens, prefix, swapped))
-        shared = blocks.admit(
+        self._keep_watermark(blocks.num_taken(num_tokens, shared, swapped))
+        blocks.admit(
             sequence.id,
             row,
             num_tokens,
             max_tokens=sequence.max_total_tokens,
-            prefix=prefix,
+            shared=shared,
             num_computed=swapped,
         )
         if kept is not None:
-            self._swap_in(sequence, row, shared)
-        return max(shared, swapped)
+            self._swap_in(sequence, row, shared_tokens)
+        return computed
 
     def _fork(self, parent: Sequence, sequence: Sequence, row: int) -> int:
         """Start a sequence with the blocks of its parent; returns tokens computed."""

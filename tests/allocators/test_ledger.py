@@ -71,18 +71,13 @@ class Operations(RuleBasedStateMachine):
         tokens = np.full(80, content, np.int32)
         keys = ChainedKeys(block_size, secret=b"key")
         seq, before = SequenceId(self._next), self._blocks.available_blocks
+        shared = self._blocks.match(keys.first(num_tokens // block_size, tokens), num_tokens)
         try:
-            computed = self._blocks.admit(
-                seq,
-                row,
-                num_tokens,
-                max_tokens=80,
-                prefix=keys.first(num_tokens // block_size, tokens),
-            )
+            self._blocks.admit(seq, row, num_tokens, max_tokens=80, shared=shared)
         except OutOfBlocks:
             assert self._blocks.available_blocks == before
             return
-        assert computed < num_tokens
+        assert len(shared) * block_size < num_tokens
         self._next += 1
         self._live[seq] = Known(row, num_tokens, tokens, keys)
 

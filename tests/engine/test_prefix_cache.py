@@ -27,10 +27,9 @@ def test_a_collision_of_hashes_shares_nothing() -> None:
     blocks.admit(SequenceId(0), 0, 5, max_tokens=32)
     blocks.publish(SequenceId(0), [first], 0)
 
-    assert blocks.admit(SequenceId(1), 1, 5, max_tokens=32, prefix=[other]) == 0
-    blocks.release(SequenceId(1))
-    assert blocks.admit(SequenceId(1), 1, 5, max_tokens=32, prefix=[later]) == 0
-    assert blocks.admit(SequenceId(2), 2, 5, max_tokens=32, prefix=[first]) == 4
+    assert blocks.match([other], 5) == blocks.match([later], 5) == []
+    assert blocks.match([first], 5) == [*blocks.blocks_of(SequenceId(0))[:1]]
+    blocks.admit(SequenceId(1), 1, 5, max_tokens=32)
     blocks.publish(SequenceId(1), [other], 0)  # the digest is taken: nothing is published
     blocks.verify()
 
