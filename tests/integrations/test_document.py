@@ -52,10 +52,7 @@ def test_many_requests(short: str, method: str, path: str, mode: GenerationMode)
 
 
 def check(url: str, method: str, path: str, mode: GenerationMode, *, max_examples: int) -> None:
-    # The quick test draws the same requests each time; the long one others.
-    @hypothesis.settings(
-        max_examples=max_examples, deadline=None, derandomize=max_examples < 100, database=None
-    )
+    @hypothesis.settings(max_examples=max_examples, deadline=None)
     @hypothesis.given(SCHEMA[path][method].as_strategy(generation_mode=mode))
     def call(case: Any) -> None:
         case.call_and_validate(base_url=url, excluded_checks=EXCLUDED)

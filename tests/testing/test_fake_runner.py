@@ -7,9 +7,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from kvpage import AsyncEngine, SamplingParams
 from kvpage.blocks import PoolGeometry
 from kvpage.plan import StepPlan
-from kvpage.sampling import SamplingRows
+from kvpage.request import EngineModel
+from kvpage.sampling import Logprobs, SamplingRows
 from kvpage.testing import CorruptCache, FakeRunner, arbitrary_token, undisturbed
 
 GEOMETRY = PoolGeometry(num_blocks=8, block_size=4, max_model_len=16)
@@ -178,3 +180,16 @@ def test_a_closed_runner_is_not_used_again() -> None:
 
     with pytest.raises(RuntimeError, match="closed"):
         runner.execute(plan([FIRST], [[2, 5]]))
+
+
+async def test_log_probabilities_are_given_where_they_are_asked_for() -> None:
+    """One for each token, of the output and of the prompt: the runner is sure of all."""
+    engine = AsyncEngine.from_runner(FakeRunner(GEOMETRY), GEOMETRY, EngineModel("fake", 251))
+    params = SamplingParams(max_tokens=4, logprobs=1, prompt_logprobs=0)
+    async with engine:
+        completion = await engine.complete(FIRST, params)
+        silent = await engine.complete(FIRST, SamplingParams(max_tokens=4))
+    of_output = [Logprobs(0.0, ((token, 0.0),)) for token in completion.token_ids]
+    assert list(completion.logprobs) == of_output
+    assert list(completion.prompt_logprobs) == [None, *[Logprobs(0.0, ())] * (len(FIRST) - 1)]
+    assert silent.logprobs == ()

@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from kvpage.blocks import PoolGeometry
 from kvpage.plan import StepPlan, StepResult
+from kvpage.sampling import Logprobs
 
 Tokens = npt.NDArray[np.int64]
 NextToken = Callable[[Tokens], int]
@@ -68,6 +69,8 @@ def fingerprints(tokens: Tokens, *, first: int = 0) -> npt.NDArray[np.uint64]:
 
 class FakeRunner:
     """Executes plans over token ids and raises `CorruptCache` at the first wrong read.
+
+    It is sure of each token: every log-probability is 0.
 
     Equal requests give equal outputs under every strategy, batch and preemption; `undisturbed`
     says which.
@@ -119,7 +122,17 @@ class FakeRunner:
         sampled = [
             self._next_token(tokens_of[row][-self._window :]) for row in plan.sample_rows.tolist()
         ]
-        return StepResult(np.array(sampled, np.int64))
+        asked = plan.sampling.logprobs.tolist()
+        scores = plan.prompt_scores
+        scored = [] if scores is None else [*zip(scores.token_ids, scores.num_top, strict=True)]
+        return StepResult(
+            np.array(sampled, np.int64),
+            logprobs=[
+                _certain(token, top) if top >= 0 else None
+                for token, top in zip(sampled, asked, strict=True)
+            ],
+            prompt_logprobs=[_certain(int(token), int(top)) for token, top in scored],
+        )
 
     def poison(self, blocks: npt.NDArray[np.int64]) -> None:
         """See `Poisonable.poison`."""
@@ -183,6 +196,11 @@ class FakeRunner:
                 f"{read.first + found} (block {read.slots[found] // self._block_size}), which is "
                 f"not its own"
             )
+
+
+def _certain(token: int, num_top: int) -> Logprobs:
+    """Of a token that could be no other."""
+    return Logprobs(0.0, ((token, 0.0),) if num_top else ())
 
 
 @attrs.frozen(eq=False)

@@ -84,7 +84,7 @@ def _generate_path(path: str) -> dict[str, Any]:
         "description": "The answer; server-sent events if `stream` is true.",
         "content": {
             _JSON: {"schema": answer},
-            "text/event-stream": {"schema": {"type": "string"}},
+            "text/event-stream": {},  # OpenAPI 3.1 has no words for a sequence of events
         },
     }
     return {

@@ -8,7 +8,7 @@ import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema
 
 from kvpage.sampling import MAX_CHOICES
 
@@ -25,6 +25,20 @@ INT64 = 2**63
 
 Unsupported: TypeAlias = None
 """The type of a parameter of OpenAI's that cannot be honoured: only `null` passes."""
+
+
+def _only(value: bool) -> AfterValidator:
+    def check(given: bool) -> bool:
+        if given is not value:
+            raise ValueError(f"only {str(value).lower()} is served")
+        return given
+
+    return AfterValidator(check)
+
+
+# Not `Literal[False]`, which takes 0 and 0.0 too: they are equal.
+OnlyFalse = Annotated[bool, _only(False), WithJsonSchema({"type": "boolean", "const": False})]
+OnlyTrue = Annotated[bool, _only(True), WithJsonSchema({"type": "boolean", "const": True})]
 
 Count = Annotated[int, Field(ge=0, lt=2**31)]
 Positive = Annotated[int, Field(ge=1, lt=2**31)]
@@ -44,7 +58,7 @@ class StreamOptions(Strict):
     """How to stream."""
 
     include_usage: bool | None = None
-    include_obfuscation: Literal[False] | None = None
+    include_obfuscation: OnlyFalse | None = None
 
 
 class OutputForm(Strict):
@@ -276,7 +290,7 @@ class ChatRequest(GenerationRequest):
     ) = None
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
-    parallel_tool_calls: Literal[True] | None = None
+    parallel_tool_calls: OnlyTrue | None = None
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="Further names that the chat template may use."
     )
@@ -285,7 +299,7 @@ class ChatRequest(GenerationRequest):
     stream_options: StreamOptions | None = None
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
     service_tier: Literal["auto", "default"] | None = None
-    store: Literal[False] | None = None
+    store: OnlyFalse | None = None
     metadata: Unsupported = None
     audio: Unsupported = None
     function_call: Unsupported = None
@@ -339,14 +353,14 @@ class ResponseRequest(GenerationRequest):
     metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
     text: TextOptions | None = None
     stream_options: StreamOptions | None = None
-    background: Literal[False] | None = None
-    parallel_tool_calls: Literal[True] | None = None
+    background: OnlyFalse | None = None
+    parallel_tool_calls: OnlyTrue | None = None
     service_tier: Literal["auto", "default"] | None = None
-    store: Literal[False] | None = None
+    store: OnlyFalse | None = None
     tool_choice: Literal["none", "auto"] | None = None
     tools: Annotated[list[Any], Field(max_length=0)] | None = None
     include: Annotated[list[Any], Field(max_length=0)] | None = None
-    top_logprobs: Literal[0] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
     truncation: Literal["disabled"] | None = None
     conversation: Unsupported = None
     max_tool_calls: Unsupported = None
