@@ -16,11 +16,10 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
 from kvpage import comparison as compared
+from kvpage.cli import options
 from kvpage.cli.files import check_writable, replace
 from kvpage.comparison.figures import FIGURES
 from kvpage.comparison.records import CandidateResult, Comparison
-from kvpage.errors import ConfigError
-from kvpage.simulator import WORKLOADS
 
 DEFAULT_REPORT = Path("kvpage-compare.html")
 DEFAULT_SECONDS = 270.0
@@ -30,23 +29,11 @@ INTERRUPTED, FAILED = 130, 2
 
 
 def compare(
-    trace: Annotated[
-        Path | None, typer.Argument(help="CSV or JSON lines, as `kvpage simulate` reads.")
-    ] = None,
-    workload: Annotated[
-        str | None, typer.Option(help=f"Draw requests: {', '.join(WORKLOADS)}. [default: chat]")
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(help="Hub id, folder or .gguf file. [default: SmolLM2-135M-Instruct]"),
-    ] = None,
-    allocator: Annotated[
-        list[str] | None,
-        typer.Option(help="name or name:key=value,... [default: fixed, dynamic, contiguous]"),
-    ] = None,
-    block_size: Annotated[
-        list[int] | None, typer.Option(help="Tokens per block. [default: 8, 16, 32, 64]")
-    ] = None,
+    trace: options.Trace = None,
+    workload: options.Workload = None,
+    model: options.Model = None,
+    allocator: options.Allocators = None,
+    block_size: options.BlockSizes = None,
     requests: Annotated[int, typer.Option(help="How many requests of the workload.")] = 20,
     scale: Annotated[
         float | None,
@@ -62,16 +49,16 @@ def compare(
     max_model_len: Annotated[
         int | None, typer.Option(help="Longest request, in tokens. [default: 512]")
     ] = None,
-    max_num_seqs: Annotated[int, typer.Option(help="Sequences that run at once.")] = 64,
-    max_batch_tokens: Annotated[int, typer.Option(help="Tokens per step.")] = 512,
+    max_num_seqs: options.MaxNumSeqs = 64,
+    max_batch_tokens: options.MaxBatchTokens = 512,
     prefix_cache: Annotated[bool, typer.Option(help="Share equal prefixes.")] = True,
     rounds: Annotated[int, typer.Option(help="How often each candidate is measured.")] = 3,
     seconds: Annotated[
         float, typer.Option(help="Begin no round that would end later.")
     ] = DEFAULT_SECONDS,
-    seed: Annotated[int, typer.Option(help="Of drawn requests and of prompts.")] = 0,
-    dtype: Annotated[str | None, typer.Option(help="Of the weights, like bfloat16.")] = None,
-    device: Annotated[str | None, typer.Option(help="Like cpu or cuda:0.")] = None,
+    seed: options.Seed = 0,
+    dtype: options.Dtype = None,
+    device: options.Device = None,
     html_file: Annotated[
         Path, typer.Option("--html", help="The report, one page with everything in it.")
     ] = DEFAULT_REPORT,
@@ -80,10 +67,8 @@ def compare(
     ] = None,
 ) -> None:
     """Send the same requests through several strategies and block sizes, and compare them."""
-    if trace is not None and workload is not None:
-        raise ConfigError("give a TRACE or a --workload, not both")
     settings: dict[str, Any] = {
-        "workload": trace or workload or "chat",
+        "workload": options.one_workload(trace, workload),
         "requests": requests,
         "scale": scale,
         "rate": rate,

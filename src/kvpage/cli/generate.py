@@ -15,6 +15,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from kvpage.cli import options
 from kvpage.cli.figure import block_table_figure
 from kvpage.config import EngineConfig
 from kvpage.engine import AsyncEngine
@@ -29,20 +30,13 @@ REFRESH_PER_SECOND = 12
 
 def generate(
     prompts: Annotated[list[str], typer.Argument(metavar="PROMPT...", help="One prompt or more.")],
-    model: Annotated[
-        str | None,
-        typer.Option(help="Hub id, folder or .gguf file. [default: SmolLM2-135M-Instruct]"),
-    ] = None,
-    allocator: Annotated[
-        str, typer.Option(help="A strategy's name, or name:key=value,... ")
-    ] = "fixed",
-    block_size: Annotated[int | None, typer.Option(help="Tokens per block. [default: 16]")] = None,
-    kv_memory: Annotated[
-        str | None, typer.Option(help="Like 512MiB, '2048 blocks' or '32768 tokens'.")
-    ] = None,
-    max_model_len: Annotated[int | None, typer.Option(help="Longest sequence, in tokens.")] = None,
-    max_num_seqs: Annotated[int, typer.Option(help="Sequences that run at once.")] = 64,
-    max_batch_tokens: Annotated[int, typer.Option(help="Tokens per step.")] = 512,
+    model: options.Model = None,
+    allocator: options.Allocator = "fixed",
+    block_size: options.BlockSize = None,
+    kv_memory: options.KVMemory = None,
+    max_model_len: options.MaxModelLen = None,
+    max_num_seqs: options.MaxNumSeqs = 64,
+    max_batch_tokens: options.MaxBatchTokens = 512,
     max_tokens: Annotated[int, typer.Option(help="Tokens to generate per prompt.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 takes the most likely token.")] = 0.0,
     top_k: Annotated[int, typer.Option(help="Among the k most likely; 0 means all.")] = 0,

@@ -17,6 +17,7 @@ import anyio
 import attrs
 import typer
 
+from kvpage.cli import options as flags
 from kvpage.config import EngineConfig
 from kvpage.engine import AsyncEngine
 from kvpage.errors import ConfigError
@@ -61,24 +62,17 @@ class ServeOptions:
 
 
 def serve(
-    model: Annotated[
-        str | None,
-        typer.Argument(help="Hub id, folder or .gguf file. [default: SmolLM2-135M-Instruct]"),
-    ] = None,
+    model: Annotated[str | None, typer.Argument(help=flags.MODEL_HELP)] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
     served_model_name: Annotated[
         list[str] | None, typer.Option(help="What requests call the model; may be repeated.")
     ] = None,
-    allocator: Annotated[
-        str, typer.Option(help="A strategy's name, or name:key=value,... ")
-    ] = "fixed",
-    block_size: Annotated[int | None, typer.Option(help="Tokens per block. [default: 16]")] = None,
-    kv_memory: Annotated[
-        str | None, typer.Option(help="Like 512MiB, '2048 blocks' or '32768 tokens'.")
-    ] = None,
-    max_model_len: Annotated[int | None, typer.Option(help="Longest sequence, in tokens.")] = None,
-    max_num_seqs: Annotated[int, typer.Option(help="Sequences that run at once.")] = 64,
+    allocator: flags.Allocator = "fixed",
+    block_size: flags.BlockSize = None,
+    kv_memory: flags.KVMemory = None,
+    max_model_len: flags.MaxModelLen = None,
+    max_num_seqs: flags.MaxNumSeqs = 64,
     max_batch_tokens: Annotated[
         int, typer.Option("--max-batch-tokens", "--max-num-batched-tokens", help="Per step.")
     ] = 512,
@@ -86,8 +80,8 @@ def serve(
         int, typer.Option(help="Requests that may queue; beyond it the answer is 429.")
     ] = 256,
     prefix_cache: Annotated[bool, typer.Option(help="Share blocks of equal prefixes.")] = True,
-    dtype: Annotated[str | None, typer.Option(help="Of the weights, like bfloat16.")] = None,
-    device: Annotated[str | None, typer.Option(help="Like cpu or cuda.")] = None,
+    dtype: flags.Dtype = None,
+    device: flags.Device = None,
     api_key_file: Annotated[
         Path | None,
         typer.Option(help=f"A key on each line. [default: the environment's {KEY_VARIABLE}]"),
@@ -124,7 +118,7 @@ def serve(
         "prefix_cache": prefix_cache,
     }
     EngineConfig(**settings)  # refuses what cannot work before anything is loaded
-    options = ServeOptions(
+    chosen = ServeOptions(
         host=host,
         port=port,
         names=tuple(served_model_name or ()),
@@ -139,8 +133,8 @@ def serve(
     )
     _check_installed()
     with _log_from_a_thread(), _bound(host, port) as listener:
-        _warn_if_open(options)
-        anyio.run(_run, model, {**settings, "dtype": dtype, "device": device}, options, listener)
+        _warn_if_open(chosen)
+        anyio.run(_run, model, {**settings, "dtype": dtype, "device": device}, chosen, listener)
 
 
 def read_api_keys(file: Path | None) -> tuple[str, ...]:

@@ -12,9 +12,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from kvpage.cli import options
 from kvpage.cli.files import check_writable, replace
-from kvpage.errors import ConfigError
-from kvpage.simulator import WORKLOADS
 from kvpage.tuning import Measured, Recommendation, SearchSpace, Simulated, TuningSettings
 from kvpage.tuning import tune as tune_engine
 from kvpage.tuning.candidates import memory_text
@@ -32,16 +31,9 @@ _AXIS_NAMES = {
 
 
 def tune(
-    trace: Annotated[
-        Path | None, typer.Argument(help="CSV or JSON lines, as `kvpage simulate` reads.")
-    ] = None,
-    workload: Annotated[
-        str | None, typer.Option(help=f"Draw requests: {', '.join(WORKLOADS)}. [default: chat]")
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(help="Hub id, folder or .gguf file. [default: SmolLM2-135M-Instruct]"),
-    ] = None,
+    trace: options.Trace = None,
+    workload: options.Workload = None,
+    model: options.Model = None,
     kv_memory: Annotated[
         str | None,
         typer.Option(help="At most, like 512MiB. [default: what an engine takes by itself]"),
@@ -49,36 +41,29 @@ def tune(
     max_model_len: Annotated[
         int | None, typer.Option(help="Longest request, in tokens. [default: the model's]")
     ] = None,
-    allocator: Annotated[
-        list[str] | None,
-        typer.Option(help="name or name:key=value,... [default: fixed, dynamic, contiguous]"),
-    ] = None,
-    block_size: Annotated[
-        list[int] | None, typer.Option(help="Tokens per block. [default: 8, 16, 32, 64]")
-    ] = None,
+    allocator: options.Allocators = None,
+    block_size: options.BlockSizes = None,
     requests: Annotated[int, typer.Option(help="Requests of the workload to look at.")] = 20_000,
     scale: Annotated[float, typer.Option(help="Multiplies lengths.")] = 1.0,
     seconds: Annotated[
         float, typer.Option(help="For measuring the finalists end to end; 0 leaves it out.")
     ] = 300.0,
     rounds: Annotated[int, typer.Option(help="How often each finalist is measured.")] = 3,
-    seed: Annotated[int, typer.Option(help="Of drawn requests and of prompts.")] = 0,
-    dtype: Annotated[str | None, typer.Option(help="Of the weights, like bfloat16.")] = None,
-    device: Annotated[str | None, typer.Option(help="Like cpu or cuda:0.")] = None,
+    seed: options.Seed = 0,
+    dtype: options.Dtype = None,
+    device: options.Device = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Everything, for other programs.")
     ] = None,
 ) -> None:
     """Recommend an engine's settings for a workload on a model on this machine."""
-    if trace is not None and workload is not None:
-        raise ConfigError("give a TRACE or a --workload, not both")
     values: dict[str, Any] = {}
     if allocator:
         values["allocators"] = allocator
     if block_size:
         values["block_sizes"] = block_size
     settings: dict[str, Any] = {
-        "workload": trace or workload or "chat",
+        "workload": options.one_workload(trace, workload),
         "requests": requests,
         "scale": scale,
         "kv_memory": kv_memory,
