@@ -59,10 +59,11 @@ class Scene:
     portal: BlockingPortal
     url: str
 
-    def ask(self, prompt: list[int], **params: Any) -> None:
+    def ask(self, prompt: list[int], *, priority: int = 0, **params: Any) -> None:
         """A request that goes on for as long as steps are allowed."""
         params = {"max_tokens": 400, "ignore_eos": True, **params}
-        complete = partial(self.engine.complete, request_id=f"SECRET-{len(prompt)}-{prompt[0]}")
+        name = f"SECRET-{len(prompt)}-{prompt[0]}"
+        complete = partial(self.engine.complete, request_id=name, priority=priority)
         self.portal.start_task_soon(complete, prompt, SamplingParams(**params))
 
     def step_until(self, page: Page, condition: str) -> None:
@@ -147,6 +148,24 @@ def test_it_shows_what_runs(two_running: tuple[Scene, Page]) -> None:
     page.get_by_text("Tables", exact=True).click()
     expect(page.locator("#rows tr")).to_have_count(2)
     assert "SECRET" not in page.content()
+
+
+def test_sequences_are_listed_by_number(opened: Callable[..., Page]) -> None:
+    """Also if a later one was let in first."""
+    with scene(prefix_cache=False) as played:
+        page = opened(played.url)
+        page.wait_for_selector("#main:not([hidden])")
+        played.gate.allow(0)
+        for priority in (0, -1, -2):
+            played.ask(PROMPT * (priority + 3), priority=priority)
+        played.step_until(page, f"{RUNNING} === '3'")
+        options = page.get_by_role("option")
+        expect(options).to_contain_text(["sequence 0", "sequence 1", "sequence 2"])
+        page.get_by_role("listbox", name="Sequences").focus()
+        page.keyboard.press("Home")
+        for number in ("1", "2"):
+            page.keyboard.press("ArrowDown")
+            expect(page.get_by_role("option", selected=True)).to_contain_text(f"sequence {number}")
 
 
 def test_by_keyboard_alone(two_running: tuple[Scene, Page]) -> None:

@@ -2,6 +2,7 @@
 
 const SHOWN_SEQUENCES = 200;
 const HEAD = 5; // entries of a table that are always shown
+const byNumber = new Intl.Collator("en", { numeric: true }).compare;
 
 class SequenceList {
   constructor(element, choose) {
@@ -47,13 +48,14 @@ class SequenceList {
     option.dataset.name = name;
     option.append(...["i", "span", "span", "span"].map((tag) => document.createElement(tag)));
     option.children[1].textContent = `sequence ${name}`;
-    this.element.append(option);
+    const following = [...this.element.children].find((other) => byNumber(name, other.dataset.name) < 0);
+    this.element.insertBefore(option, following ?? null);
     this.options.set(name, option);
     return option;
   }
 
   #move(event) {
-    const names = [...this.options.keys()];
+    const names = Array.from(this.element.children, (option) => option.dataset.name);
     const steps = { ArrowDown: 1, ArrowUp: -1, Home: -Infinity, End: Infinity };
     if (!(event.key in steps) || !names.length) return;
     event.preventDefault();
