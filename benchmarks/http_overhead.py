@@ -2,7 +2,7 @@
 
     python benchmarks/http_overhead.py
 
-The workload of `throughput.py`, all requests at once, streamed. In-process and HTTP run in turn,
+The workload W64 of `peers/`, all requests at once, streamed. In-process and HTTP run in turn,
 A B A B, on one engine; the ratio is taken pair by pair. The server shares the event loop of this
 program with a task that ticks every 10 ms, and the clients are a process of their own, as clients
 are. Printed too: the 99th percentile of the gaps between ticks, which is how long the host's loop
@@ -23,21 +23,23 @@ import uvicorn
 
 import kvpage
 from kvpage.integrations.asgi import openai_app
-from throughput import workload
+from peers.workloads import Request, w64
 
 TICK_S = 0.01
 
 
-async def in_process(engine: kvpage.AsyncEngine, requests: list[tuple[list[int], int]]) -> float:
+async def in_process(engine: kvpage.AsyncEngine, requests: list[Request]) -> float:
     """Seconds for all requests, submitted at once and read token by token."""
 
-    async def complete(prompt: list[int], num_tokens: int) -> None:
-        params = kvpage.SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
-        tokens = [token async for token in engine.generate(prompt, params)]
-        assert len(tokens) == num_tokens
+    async def complete(request: Request) -> None:
+        params = kvpage.SamplingParams(
+            temperature=0, max_tokens=request.num_tokens, ignore_eos=True
+        )
+        tokens = [token async for token in engine.generate(request.prompt, params)]
+        assert len(tokens) == request.num_tokens
 
     started = perf_counter()
-    await asyncio.gather(*(complete(*request) for request in requests))
+    await asyncio.gather(*(complete(request) for request in requests))
     return perf_counter() - started
 
 
@@ -53,21 +55,21 @@ async def over_http(url: str, requests: int, max_tokens: int) -> float:
     return float(output)
 
 
-async def clients(url: str, requests: list[tuple[list[int], int]]) -> None:
+async def clients(url: str, requests: list[Request]) -> None:
     """Ask for everything at once, with as little work per token as can be."""
     bodies = [
         json.dumps(
             {
                 "model": "model",
-                "prompt": prompt,
-                "max_tokens": num_tokens,
+                "prompt": request.prompt,
+                "max_tokens": request.num_tokens,
                 "temperature": 0,
                 "ignore_eos": True,
                 "stream": True,
                 "stream_options": {"include_usage": True},
             }
         ).encode()
-        for prompt, num_tokens in requests
+        for request in requests
     ]
     host, _, port = url.removeprefix("http://").partition(":")
 
@@ -84,7 +86,7 @@ async def clients(url: str, requests: list[tuple[list[int], int]]) -> None:
 
     started = perf_counter()
     await asyncio.gather(
-        *(ask(body, num_tokens) for body, (_, num_tokens) in zip(bodies, requests, strict=True))
+        *(ask(body, request.num_tokens) for body, request in zip(bodies, requests, strict=True))
     )
     print(perf_counter() - started)
 
@@ -99,15 +101,18 @@ async def tick(gaps: list[float]) -> None:
         last = now
 
 
-def cut_workload(num_requests: int, max_tokens: int) -> list[tuple[list[int], int]]:
+def cut_workload(num_requests: int, max_tokens: int) -> list[Request]:
     """The workload with shorter answers, to try this program."""
-    return [(prompt, min(n, max_tokens)) for prompt, n in workload(num_requests)]
+    return [
+        Request(request.prompt, min(request.num_tokens, max_tokens))
+        for request in w64(0)[:num_requests]
+    ]
 
 
 async def compare(num_requests: int, max_tokens: int, pairs: int) -> None:
     """Run both in turn and print what came of it."""
     requests = cut_workload(num_requests, max_tokens)
-    num_tokens = sum(n for _, n in requests)
+    num_tokens = sum(request.num_tokens for request in requests)
     settings: dict[str, Any] = {"prefix_cache": False, "kv_memory": "32768 tokens"}
     rates: dict[str, list[float]] = {"in-process": [], "HTTP": []}
     gaps: dict[str, list[float]] = {name: [] for name in rates}

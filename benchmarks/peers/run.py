@@ -5,8 +5,10 @@
 
 Every engine is a process of its own, stopped (SIGSTOP) while another one runs. They run in turn, A
 B C A B C; the ratio to kvpage at the same precision is taken within each round, and the median of
-those is shown. An engine whose run takes longer than `--patience` runs once in that workload. The
-table ends with what the machine could reach at best, measured in the same rounds (`limit.py`).
+those is shown. An engine whose run takes longer than `--patience` runs once in that workload; one
+that cannot run on this machine is named and left out. The table ends with what the machine could
+reach at best, measured in the same rounds (`limit.py`). `--engines kvpage,transformers` needs no
+environments.
 """
 
 import json
@@ -17,7 +19,7 @@ import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -127,7 +129,8 @@ def started(engine: Engine, log: Path) -> Iterator[Worker]:
             print(f"{engine.name}: loaded in {loaded:.1f} s", file=sys.stderr)
             yield worker
         finally:
-            os.killpg(process.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 def measure(
@@ -193,10 +196,14 @@ def main(
     logs = HOME / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
-        workers = {
-            engine.name: stack.enter_context(started(engine, logs / f"{engine.name}.log"))
-            for engine in chosen
-        }
+        workers = {}
+        for engine in chosen:
+            log = logs / f"{engine.name}.log"
+            try:
+                workers[engine.name] = stack.enter_context(started(engine, log))
+            except RuntimeError:
+                said = log.read_text().strip().splitlines() or ["nothing"]
+                print(f"{engine.name} is left out; it said: {said[-1]}", file=sys.stderr)
         for workload in workloads.split(","):
             results[workload] = measure(workers, workload, rounds, patience)
             json_file.write_text(json.dumps(results, indent=1))

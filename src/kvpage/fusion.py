@@ -1,13 +1,14 @@
 """Fewer, larger operators in place of a model's own, on a CPU.
 
 At the few rows of a decode step, a CPU spends as long on calling operators as on what they do; and
-three products with narrow matrices are slower than one with a wide one. So three kinds of modules
-are replaced, each by one that computes the same in fewer passes over memory:
+three products with narrow matrices are slower than one with a wide one. So some kinds of modules
+are replaced, each by one of `fused_modules` that computes the same in fewer passes over memory:
 
 * an RMS norm: one pass;
 * a gated MLP, `down(activation(gate(x)) * up(x))`: gate and up in one product, then one pass;
 * attention: Q, K and V in one product, rotated where they lie, and stored and attended to from
-  there.
+  there;
+* a decoder layer of these parts: two calls, one before attention and one after it.
 
 What a module is, its name and class do not tell, and its parts only suggest. So the model is run
 once over a few tokens, and what went into and came out of each module is kept; a replacement is
@@ -16,12 +17,21 @@ made only if it gives the same output for the same input. Whatever is not recogn
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from typing import Any
 
 import attrs
 import torch
 
-from kvpage.attention import AttentionOptions, attend_packed, attending
+from kvpage.attention import attending
+from kvpage.fused_modules import (
+    FusedAttention,
+    FusedLayer,
+    GatedMLP,
+    Norms,
+    Projections,
+    RMSNorm,
+    normed,
+)
 from kvpage.kernels import cpu_rows
 from kvpage.model import PagedModel
 from kvpage.packed_linear import is_plain
@@ -32,126 +42,7 @@ RELATIVE_ERROR = 2e-5
 
 WATCHED_TOKENS = 8
 
-Norms: TypeAlias = tuple[torch.nn.Module, torch.nn.Module]
-"""Of Q and of K."""
-
 _EPSILON_NAMES = ("variance_epsilon", "eps", "epsilon")
-
-
-class RMSNorm(torch.nn.Module):
-    """What transformers' RMS norms do, in one pass.
-
-    Args:
-        weight: `[D]`.
-        eps: added to the mean of the squares.
-    """
-
-    weight: torch.Tensor
-
-    def __init__(self, weight: torch.Tensor, eps: float) -> None:
-        super().__init__()
-        self.register_buffer("weight", weight.detach().contiguous())
-        self.eps = eps
-
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """`[..., D]` to `[..., D]`."""
-        return cpu_rows.rms_norm(hidden_states, self.weight, self.eps)
-
-
-class GatedMLP(torch.nn.Module):
-    """`down(activation(gate(x)) * up(x))` with gate and up in one product.
-
-    Args:
-        gate: a plain linear layer.
-        up: likewise.
-        down: likewise.
-        activation: of the gate; None is SiLU, whose product with `up` takes one pass.
-    """
-
-    def __init__(
-        self,
-        gate: torch.nn.Linear,
-        up: torch.nn.Linear,
-        down: torch.nn.Linear,
-        activation: Callable[[torch.Tensor], torch.Tensor] | None,
-    ) -> None:
-        super().__init__()
-        self.gate_up = _side_by_side(gate, up)
-        self.down = down
-        self.activation = activation
-
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """`[..., hidden]` to `[..., hidden]`."""
-        gate_up: torch.Tensor = self.gate_up(hidden_states)
-        if self.activation is None:
-            product = cpu_rows.silu_gate(gate_up)
-        else:
-            gate, up = gate_up.chunk(2, dim=-1)
-            product = self.activation(gate) * up
-        result: torch.Tensor = self.down(product)
-        return result
-
-
-@attrs.frozen(eq=False)
-class Projections:
-    """How an attention module makes Q, K and V of its input.
-
-    Attributes:
-        q: gives `[T, Hq * D]`.
-        k: gives `[T, Hkv * D]`.
-        v: gives `[T, Hkv * Dv]`.
-        norms: of Q and K before the rotation, if there are any.
-        rotates: whether Q and K are rotated by the position embeddings of the call.
-    """
-
-    q: torch.nn.Linear
-    k: torch.nn.Linear
-    v: torch.nn.Linear
-    norms: Norms | None
-    rotates: bool
-
-
-class FusedAttention(torch.nn.Module):
-    """An attention module of transformers, with Q, K and V in one product.
-
-    Args:
-        projections: how Q, K and V are made.
-        out: the output projection.
-        call: an attention call of the module that this one replaces.
-    """
-
-    def __init__(self, projections: Projections, out: torch.nn.Linear, call: Call) -> None:
-        super().__init__()
-        self.qkv = _side_by_side(projections.q, projections.k, projections.v)
-        self.out = out
-        self.norms = None if projections.norms is None else torch.nn.ModuleList(projections.norms)
-        self.rotates = projections.rotates
-        self.options: AttentionOptions = call.options
-        self.heads = tuple(x.shape[1:] for x in (call.q, call.k, call.v))
-        self.widths = [num_heads * head_dim for num_heads, head_dim in self.heads]
-
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
-        **_others: Any,
-    ) -> tuple[torch.Tensor, None]:
-        """`[1, T, hidden]` to `[1, T, hidden]`; what else transformers passes is of no effect."""
-        num_tokens = hidden_states.shape[1]
-        qkv = self.qkv(hidden_states)[0]
-        q, k, v = (
-            part.view(num_tokens, *heads)
-            for part, heads in zip(qkv.split(self.widths, dim=1), self.heads, strict=True)
-        )
-        if self.norms is not None:
-            q, k = (_normed(norm, x) for norm, x in zip(self.norms, (q, k), strict=True))
-        if self.rotates:
-            assert position_embeddings is not None
-            cos, sin = (table[0] for table in position_embeddings)
-            for heads in (q, k):
-                cpu_rows.rotate(heads, cos, sin)
-        attended = attend_packed(q, k, v, self.options)
-        return self.out(attended.reshape(1, num_tokens, -1)), None
 
 
 def accelerate(model: PagedModel, pack: Callable[[Any], None]) -> bool:
@@ -171,6 +62,9 @@ def accelerate(model: PagedModel, pack: Callable[[Any], None]) -> bool:
             return False
         pack(model.module)
         _let_go_of_the_file(model.module)
+        for each in model.module.modules():
+            if isinstance(each, FusedLayer):
+                each.prepare()
         _logits(model)
     except AttributeError:  # the family looks into its own layers
         return False
@@ -191,7 +85,7 @@ def fuse(model: PagedModel) -> None:
     """Replace what is recognised in a float32 model on a CPU, whose modules are changed."""
     seen = _watch(model)
     # Attention takes the norms of Q and K over as they are by then.
-    for make in (_norms, _mlps, _attentions):
+    for make in (_norms, _mlps, _attentions, _layers):
         for parent, name, child in list(_places(model.module)):
             use = seen.get(child)
             if use is not None:
@@ -360,6 +254,22 @@ def _attentions(module: torch.nn.Module, use: _Use) -> Iterator[torch.nn.Module]
             yield FusedAttention(found, out, call)
 
 
+def _layers(module: torch.nn.Module, use: _Use) -> Iterator[torch.nn.Module]:
+    """What a decoder layer with these parts may be: which of its norms comes first."""
+    children = list(module.children())
+    attention = [each for each in children if isinstance(each, FusedAttention)]
+    mlps = [each for each in children if isinstance(each, GatedMLP)]
+    norms = [each for each in children if isinstance(each, RMSNorm)]
+    if (len(attention), len(mlps), len(norms), len(children)) != (1, 1, 2, 4):
+        return
+    if len(use.args) > 1 or module._parameters:
+        return
+    for first, second in (norms, norms[::-1]):
+        yield FusedLayer(
+            (first, second), attention[0], mlps[0], returns_tuple=isinstance(use.output, tuple)
+        )
+
+
 def _parts(
     module: torch.nn.Module,
 ) -> tuple[list[torch.nn.Linear], list[torch.nn.Module]]:
@@ -385,7 +295,7 @@ def _projections(
         if linear.out_features != expected[0].numel() or linear.in_features != inputs.shape[-1]:
             return False
         heads: torch.Tensor = linear(inputs).view_as(expected)
-        heads = heads if norm is None else _normed(norm, heads)
+        heads = heads if norm is None else normed(norm, heads)
         if turned and tables is not None:
             cpu_rows.rotate(heads, *tables)
         return _close(expected, heads)
@@ -403,32 +313,3 @@ def _projections(
         found.append(match)
     v, q, k = found
     return Projections(q, k, v, norms, rotates)
-
-
-def _normed(norm: torch.nn.Module, heads: torch.Tensor) -> torch.Tensor:
-    """Norm `[T, H, D]` over each head or over all of them together, as the weight is for."""
-    if next(norm.parameters(), next(norm.buffers())).numel() == heads.shape[2]:
-        normed: torch.Tensor = norm(heads)
-    else:
-        normed = norm(heads.flatten(1)).view_as(heads)
-    return normed.contiguous()
-
-
-def _side_by_side(*linears: torch.nn.Linear) -> torch.nn.Linear:
-    """One layer whose outputs are those of all, in order."""
-    rows = sum(linear.out_features for linear in linears)
-    has_bias = any(linear.bias is not None for linear in linears)
-    joined = torch.nn.Linear(linears[0].in_features, rows, bias=has_bias, device="meta")
-    joined.weight = _frozen([linear.weight for linear in linears])
-    if has_bias:
-        joined.bias = _frozen([_bias(linear) for linear in linears])
-    return joined
-
-
-def _bias(linear: torch.nn.Linear) -> torch.Tensor:
-    bias: torch.Tensor | None = linear.bias
-    return linear.weight.new_zeros(linear.out_features) if bias is None else bias
-
-
-def _frozen(parts: Sequence[torch.Tensor]) -> torch.nn.Parameter:
-    return torch.nn.Parameter(torch.cat([part.detach() for part in parts]), requires_grad=False)

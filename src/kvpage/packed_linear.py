@@ -9,15 +9,42 @@ keeps its own.
 
 import math
 import time
-from typing import TypeGuard
+from typing import Any, TypeAlias, TypeGuard
 
 import torch
+
+from kvpage.kernels import cpu_rows
+from kvpage.kernels.cpu_product import Panels
 
 PACKED_FOR_ROWS = 64
 """The layout is chosen for so many rows; measured from 1 to 512, it serves all of them best."""
 
 TRIED_ROWS = (1, 4, 16, 64)
 TRIALS = 3
+
+
+class PanelLinear(torch.nn.Module):
+    """What `torch.nn.Linear` does, in float32, from panels that our own kernel multiplies.
+
+    Args:
+        linear: its weights and its bias are copied.
+    """
+
+    def __init__(self, linear: torch.nn.Linear) -> None:
+        super().__init__()
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
+        bias = None if linear.bias is None else linear.bias.detach()
+        self.panels = Panels.of(linear.weight.detach(), bias)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """`[..., in_features]` to `[..., out_features]`."""
+        product = cpu_rows.product(inputs.reshape(-1, self.in_features), self.panels)
+        return product.view(*inputs.shape[:-1], self.out_features)
+
+    def extra_repr(self) -> str:
+        """Like that of `torch.nn.Linear`."""
+        return f"in_features={self.in_features}, out_features={self.out_features}"
 
 
 class PackedLinear(torch.nn.Module):
@@ -49,6 +76,9 @@ class PackedLinear(torch.nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}"
 
 
+Form: TypeAlias = type[PanelLinear] | type[PackedLinear]
+
+
 def pack_linears(model: torch.nn.Module) -> None:
     """Replace the linear layers of `model`, if packing pays on this machine.
 
@@ -64,9 +94,10 @@ def pack_linears(model: torch.nn.Module) -> None:
         if is_plain(child)
     ]
     layers = (getattr(parent, name) for parent, name in places)
-    if places and packing_pays(max(layers, key=_num_weights)):
+    form = fastest_form(max(layers, key=_num_weights)) if places else None
+    if form is not None:
         for parent, name in places:
-            setattr(parent, name, PackedLinear(getattr(parent, name)))
+            setattr(parent, name, form(getattr(parent, name)))
 
 
 def is_plain(module: torch.nn.Module) -> TypeGuard[torch.nn.Linear]:
@@ -79,16 +110,24 @@ def is_plain(module: torch.nn.Module) -> TypeGuard[torch.nn.Linear]:
 
 
 @torch.inference_mode()
-def packing_pays(linear: torch.nn.Linear) -> bool:
-    """Is the packed layer faster, over the row counts of decoding and chunks taken together?"""
-    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-        return False
-    packed = PackedLinear(linear)
-    gain = 0.0
-    for rows in TRIED_ROWS:
-        inputs = torch.ones(rows, linear.in_features)
-        gain += math.log(_seconds(linear, inputs) / _seconds(packed, inputs))
-    return gain > 0
+def fastest_form(linear: torch.nn.Linear) -> Form | None:
+    """The form that is fastest over the row counts of decoding and chunks taken together.
+
+    None is the layer as it is.
+    """
+    forms: list[Form] = [PanelLinear]
+    if torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        forms.append(PackedLinear)
+    costs: dict[Form | None, float] = {None: _cost(linear)}
+    for form in forms:
+        costs[form] = _cost(form(linear))
+    return min(costs, key=lambda form: costs[form])
+
+
+def _cost(layer: Any) -> float:
+    """The mean of the logarithms of its times."""
+    inputs = (torch.ones(rows, layer.in_features) for rows in TRIED_ROWS)
+    return sum(math.log(_seconds(layer, each)) for each in inputs)
 
 
 def _num_weights(linear: torch.nn.Linear) -> int:

@@ -299,7 +299,7 @@ def prepare(
     seed = secrets.randbits(64) if params.seed is None else params.seed
     wanted = params.structured_outputs
     matcher = None if wanted is None else model.grammars.compile(wanted)
-    first = EngineSequence(
+    sequence = EngineSequence(
         id=SequenceId(number),
         tokens=tokens,
         prompt_tokens=len(tokens),
@@ -313,20 +313,24 @@ def prepare(
         prefix_keys=new_keys() if new_keys else None,
         priority=priority,
     )
-    others = [
-        attrs.evolve(
-            first,
-            id=SequenceId(number + index),
-            seed=(seed + index * SEED_STRIDE) % 2**64,
-            matcher=None if matcher is None else matcher.fork(),
-            prefix_keys=new_keys() if new_keys else None,
-            fork_of=first,
-        )
-        for index in range(1, params.n)
-    ]
+    forks = (_fork(sequence, index, new_keys) for index in range(1, params.n))
     return tuple(
-        OpenChoice(index, sequence, _stops(params, model))
-        for index, sequence in enumerate([first, *others])
+        OpenChoice(index, choice, _stops(params, model))
+        for index, choice in enumerate([sequence, *forks])
+    )
+
+
+def _fork(
+    first: EngineSequence, index: int, new_keys: Callable[[], PrefixKeys] | None
+) -> EngineSequence:
+    """Another choice of the same prompt."""
+    return attrs.evolve(
+        first,
+        id=SequenceId(first.id + index),
+        seed=(first.seed + index * SEED_STRIDE) % 2**64,
+        matcher=None if first.matcher is None else first.matcher.fork(),
+        prefix_keys=new_keys() if new_keys else None,
+        fork_of=first,
     )
 
 

@@ -18,7 +18,7 @@ GEOMETRY = PoolGeometry(num_blocks=64, block_size=4, max_model_len=128)
 VOCAB_SIZE = 251
 """What `kvpage.testing.arbitrary_token` stays below."""
 
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 """How long a test waits for another thread before it fails. Nothing takes this long."""
 
 

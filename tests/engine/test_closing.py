@@ -22,6 +22,8 @@ from tests.engine.runners import PATIENCE_S, GatedRunner
 from tests.engine.scenes import check_generates, engine_threads, fake_engine, scene, until
 
 PROMPT = [1, 2, 3]
+PROMPTLY_S = 8.0
+"""A process that waits for something takes `PATIENCE_S`; this much, only one on a busy machine."""
 
 
 async def expect_closed(stream: TokenStream) -> None:
@@ -297,17 +299,17 @@ def test_a_process_ends_promptly_with_a_live_engine(launch: str, then: str) -> N
         started = time.monotonic()
         _, errors = process.communicate(timeout=PATIENCE_S)
     assert (process.returncode, errors) == (0, "")
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < PROMPTLY_S
 
 
 @pytest.mark.parametrize("launch", ["asyncio.run(main())", "import trio; trio.run(main)"])
-def test_ctrl_c_ends_a_process_within_two_seconds(launch: str) -> None:
+def test_ctrl_c_ends_a_process_promptly(launch: str) -> None:
     """SIGINT during generation ends the process by `KeyboardInterrupt`, as without an engine."""
     with program("pass", launch) as process:
         process.send_signal(signal.SIGINT)
         started = time.monotonic()
         _, errors = process.communicate(timeout=PATIENCE_S)
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < PROMPTLY_S
     assert errors.rstrip().endswith("KeyboardInterrupt")
     assert process.returncode == -signal.SIGINT
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
+import anyio
 import numpy as np
 import numpy.typing as npt
 import uvicorn
@@ -115,3 +116,15 @@ def serving(app: ASGIApp, lifespan: Literal["on", "off"] = "off") -> Iterator[st
             server.should_exit = True
             thread.join(3 * PATIENCE_S)
             assert not thread.is_alive()
+
+
+async def cancelled(engine: AsyncEngine, runner: EchoRunner) -> None:
+    """Wait, step by step, until the one open request is cancelled; then let all steps pass."""
+    for _ in range(200):
+        if engine.stats().requests_cancelled:
+            break
+        runner.gate.allow()
+        await anyio.sleep(0.01)
+    runner.gate.open()
+    await engine.idle()
+    assert engine.stats().requests_cancelled == 1

@@ -14,7 +14,7 @@ import pytest
 from kvpage import AsyncEngine
 from tests.engine.runners import PATIENCE_S
 from tests.engine.scenes import BACKENDS
-from tests.integrations.echo import EchoRunner, echo_engine, serving
+from tests.integrations.echo import EchoRunner, cancelled, echo_engine, serving
 
 FOLDER = Path(__file__).parents[2] / "examples" / "apps"
 ENDLESS = "ab"
@@ -81,18 +81,6 @@ async def test_a_client_that_leaves_frees_its_blocks(name: str, runner: EchoRunn
             whole = await client.request(method, path, **body)
         assert "yzabcdef" in whole.text.replace("\n", "") or "DONE" in whole.text
     assert engine.health().state == "closed"
-
-
-async def cancelled(engine: AsyncEngine, runner: EchoRunner) -> None:
-    """Wait, step by step, until the one open request is cancelled; then let all steps pass."""
-    for _ in range(300):
-        if engine.stats().requests_cancelled:
-            break
-        runner.gate.allow()
-        await anyio.sleep(0.01)
-    runner.gate.open()
-    await engine.idle()
-    assert engine.stats().requests_cancelled == 1
 
 
 async def test_starlette_answers_in_time_or_not_at_all(runner: EchoRunner) -> None:

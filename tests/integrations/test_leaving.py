@@ -9,7 +9,7 @@ import pytest
 
 from kvpage.integrations.asgi import openai_app
 from tests.engine.runners import PATIENCE_S
-from tests.integrations.echo import EchoRunner, echo_engine, serving
+from tests.integrations.echo import EchoRunner, cancelled, echo_engine, serving
 
 BODIES: dict[str, dict[str, Any]] = {
     "completions": {"model": "echo", "prompt": "ab", "max_tokens": 400},
@@ -40,7 +40,7 @@ async def test_who_leaves_while_the_model_works_frees_the_blocks(path: str, stre
                 tasks.start_soon(_send, client, request)
                 await runner.gate.held()
                 tasks.cancel_scope.cancel()
-        await _until_cancelled(engine, runner)
+        await cancelled(engine, runner)
     assert await left(engine)
     await engine.aclose()
 
@@ -52,16 +52,6 @@ async def _send(client: httpx.AsyncClient, request: httpx.Request) -> None:
             pass
     finally:
         await response.aclose()
-
-
-async def _until_cancelled(engine: Any, runner: EchoRunner) -> None:
-    """Step by step, until the engine has heard of it; never all the 300 steps."""
-    for _ in range(200):
-        if engine.stats().requests_cancelled:
-            break
-        runner.gate.allow()
-        await anyio.sleep(0.01)
-    runner.gate.open()
 
 
 async def test_who_leaves_while_waiting_is_forgotten() -> None:

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from kvpage import fusion
-from kvpage.fusion import FusedAttention, GatedMLP, RMSNorm, accelerate, fuse
+from kvpage.fused_modules import FusedAttention, FusedLayer, GatedMLP, RMSNorm
+from kvpage.fusion import accelerate, fuse
 from kvpage.model import PagedModel, share_model
-from kvpage.packed_linear import pack_linears
+from kvpage.packed_linear import PackedLinear, PanelLinear, pack_linears
 from tests.model.families import (
     PROMPTS,
     WholeSequence,
@@ -22,18 +23,20 @@ from tests.model.families import (
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
-# Modules of each kind in two layers: attention, MLPs, norms. Norms before and after, of Q and K per
-# head or of all heads; weights stored less one; interleaved rotations; a GELU; Q, K and V in one.
+# Modules of each kind in two layers: whole layers, attention, MLPs, norms. Norms before and after,
+# of Q and K per head or of all heads; weights stored less one; interleaved rotations; a GELU;
+# biases; Q, K and V in one.
 KINDS = {
-    "llama": (2, 2, 5),
-    "qwen3": (2, 2, 9),
-    "gemma2": (2, 2, 9),
-    "olmo2": (2, 2, 9),
-    "smollm3": (2, 2, 5),
-    "glm": (0, 0, 5),
-    "phi3": (0, 0, 5),
-    "starcoder2": (2, 0, 0),
-    "gpt2": (0, 0, 0),
+    "llama": (2, 2, 2, 5),
+    "qwen2": (2, 2, 2, 5),
+    "qwen3": (2, 2, 2, 9),
+    "gemma2": (0, 2, 2, 9),
+    "olmo2": (0, 2, 2, 9),
+    "smollm3": (2, 2, 2, 5),
+    "glm": (0, 0, 0, 5),
+    "phi3": (0, 0, 0, 5),
+    "starcoder2": (0, 2, 0, 0),
+    "gpt2": (0, 0, 0, 0),
 }
 
 
@@ -58,18 +61,35 @@ def test_what_is_fused_gives_the_same_logits(model_type: str) -> None:
     before = logits(model)
     fuse(model)
     assert KINDS[model_type] == tuple(
-        number_of(model, kind) for kind in (FusedAttention, GatedMLP, RMSNorm)
+        number_of(model, kind) for kind in (FusedLayer, FusedAttention, GatedMLP, RMSNorm)
     )
     assert_equal_logits(before, logits(model))
 
 
+@pytest.mark.parametrize("form", [PanelLinear, PackedLinear, None])
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3", "smollm3", "gemma2"])
+def test_what_is_packed_gives_the_same_logits(
+    model_type: str, form: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In each form; in panels, a layer that is plain enough is computed in two calls."""
+    monkeypatch.setattr("kvpage.packed_linear.fastest_form", lambda _: form)
+    model = share_model(family_model(model_type))
+    before = logits(model)
+    assert accelerate(model, pack_linears)
+    layers = [each for each in model.module.modules() if isinstance(each, FusedLayer)]
+    in_two_calls = form is PanelLinear and model_type in {"llama", "qwen2", "smollm3"}
+    assert all((each._kernel is not None) == in_two_calls for each in layers)
+    assert_equal_logits(before, logits(model))
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("form", [PanelLinear, PackedLinear])
 @pytest.mark.parametrize("model_type", served_by_page())
 def test_every_family_gives_the_same_logits(
-    model_type: str, monkeypatch: pytest.MonkeyPatch
+    model_type: str, form: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Fused and packed; or it says that it could not be."""
-    monkeypatch.setattr("kvpage.packed_linear.packing_pays", lambda _: True)
+    monkeypatch.setattr("kvpage.packed_linear.fastest_form", lambda _: form)
     model = share_model(family_model(model_type))
     before = logits(model)
     if accelerate(model, pack_linears):
@@ -130,6 +150,15 @@ def test_a_module_with_a_hook_is_left_alone() -> None:
     assert counts == [1, 1]
 
 
+def test_a_layer_that_scales_what_it_adds_is_left_alone() -> None:
+    """Only its parts are fused; the other layer scales by 1."""
+    model = share_model(family_model("granite"))
+    model.module.model.layers[0].residual_multiplier = 0.7
+    fuse(model)
+    counts = [number_of(model, kind) for kind in (FusedLayer, FusedAttention, GatedMLP)]
+    assert counts == [1, 2, 2]
+
+
 def test_a_module_that_is_used_twice_is_left_alone() -> None:
     """Its calls may differ."""
     model = share_model(family_model("llama"))
@@ -141,5 +170,5 @@ def test_a_module_that_is_used_twice_is_left_alone() -> None:
 
 def test_a_family_that_looks_into_its_layers_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """It reads the weights of a layer itself, which packed layers do not have."""
-    monkeypatch.setattr("kvpage.packed_linear.packing_pays", lambda _: True)
+    monkeypatch.setattr("kvpage.packed_linear.fastest_form", lambda _: PanelLinear)
     assert not accelerate(share_model(family_model("longcat_flash")), pack_linears)

@@ -1,5 +1,6 @@
 """Sampling end to end: a tiny model in an engine, against transformers' `generate`, and itself."""
 
+import threading
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from transformers import TemperatureLogitsWarper
 
 from kvpage import AsyncEngine, Completion, Logprobs, RequestError, SamplingParams, StepFailed
+from tests.engine.runners import PATIENCE_S
 from tests.model.tiny import prompts, tiny_model
 
 PROMPTS = prompts([1, 2, 7, 16, 17, 33, 5, 48, 12])
@@ -241,13 +243,22 @@ def test_the_same_comes_from_a_warm_prefix_cache() -> None:
 async def test_prompt_log_probabilities_survive_preemption_in_the_prompt(preempt: str) -> None:
     """The first request's growth takes the blocks of the second, whose prompt is half computed."""
     growing, long = prompts([8, 48])
-    requests = [
-        (growing, SamplingParams(temperature=0, max_tokens=40)),
-        (long, SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=2)),
-    ]
+    both_are_in = threading.Event()
+
+    def wait_for_both(_tokens: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        assert both_are_in.wait(PATIENCE_S)
+        return logits
+
+    slow = SamplingParams(temperature=0, max_tokens=40, logits_processors=[wait_for_both])
+    watched = SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=2)
     settings = {"kv_memory": "72 tokens", "max_model_len": 72, "max_batch_tokens": 3}
-    async with engine(**settings, preempt=preempt) as served:
-        _, completion = await complete_all(served, requests)
+    async with (
+        engine(**settings, preempt=preempt) as served,
+        served.generate(growing, slow),
+        served.generate(long, watched) as stream,
+    ):
+        both_are_in.set()
+        completion = Completion.of([token async for token in stream])
     assert completion.usage.preemptions > 0
     check_prompt(completion, long, num_top=2)
 

@@ -37,6 +37,8 @@ def generate(
     max_model_len: options.MaxModelLen = None,
     max_num_seqs: options.MaxNumSeqs = 64,
     max_batch_tokens: options.MaxBatchTokens = 512,
+    weights: options.Weights = None,
+    kv_dtype: options.KVDtype = "auto",
     max_tokens: Annotated[int, typer.Option(help="Tokens to generate per prompt.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 takes the most likely token.")] = 0.0,
     top_k: Annotated[int, typer.Option(help="Among the k most likely; 0 means all.")] = 0,
@@ -66,9 +68,11 @@ def generate(
         "max_model_len": max_model_len,
         "max_num_seqs": max_num_seqs,
         "max_batch_tokens": max_batch_tokens,
+        "kv_dtype": kv_dtype,
     }
     EngineConfig(**settings)  # refuses what cannot work before anything is loaded
-    failed = anyio.run(_run, model, settings, prompts, params, chat, figure)
+    loading = {**settings, "weights": weights}
+    failed = anyio.run(_run, model, loading, prompts, params, chat, figure)
     raise typer.Exit(2 if failed else 0)
 
 

@@ -81,6 +81,8 @@ def serve(
     ] = 256,
     prefix_cache: Annotated[bool, typer.Option(help="Share blocks of equal prefixes.")] = True,
     dtype: flags.Dtype = None,
+    weights: flags.Weights = None,
+    kv_dtype: flags.KVDtype = "auto",
     device: flags.Device = None,
     api_key_file: Annotated[
         Path | None,
@@ -116,6 +118,7 @@ def serve(
         "max_waiting": max_waiting,
         "when_busy": "raise",
         "prefix_cache": prefix_cache,
+        "kv_dtype": kv_dtype,
     }
     EngineConfig(**settings)  # refuses what cannot work before anything is loaded
     chosen = ServeOptions(
@@ -134,7 +137,8 @@ def serve(
     _check_installed()
     with _log_from_a_thread(), _bound(host, port) as listener:
         _warn_if_open(chosen)
-        anyio.run(_run, model, {**settings, "dtype": dtype, "device": device}, chosen, listener)
+        loading = {"dtype": dtype, "weights": weights, "device": device}
+        anyio.run(_run, model, {**settings, **loading}, chosen, listener)
 
 
 def read_api_keys(file: Path | None) -> tuple[str, ...]:

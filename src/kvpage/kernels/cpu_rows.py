@@ -1,8 +1,8 @@
-"""What a CPU does between matrix products, one pass over memory each, compiled by numba.
+"""What a CPU does in a layer beside attention, one pass over memory each, compiled by numba.
 
 torch needs six operators for an RMS norm and five for a rotation, each of them a call, a result
 and a pass. At the few rows of a decode step the calls cost more than the work; at many rows, the
-passes.
+passes. A `Program` goes further: one call for several passes in a row.
 
 All take and give float32. Rows are tokens; what is computed for one depends on it alone, neither
 on the others nor on the number of threads, to the last bit.
@@ -12,6 +12,7 @@ import ctypes
 import functools
 import math
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,13 @@ import numba
 import numpy as np
 import torch
 
-from kvpage.kernels import cpu_threads, simd
+from kvpage.kernels import cpu_product, cpu_threads, simd
 from kvpage.kernels.cpu_kernel import cached
+from kvpage.kernels.cpu_product import Panels, multiply_panels
 from kvpage.kernels.simd import (
     LANES,
     add_atomically,
+    call_parallel,
     exp,
     largest_lane,
     load,
@@ -45,20 +48,45 @@ INT8_MAX = 127
 
 
 class Job(ctypes.Structure):
-    """What the threads of one call read. Names without a unit are addresses; 0 means absent."""
+    """One pass, as its threads read it. Names without a unit are addresses; 0 means absent.
+
+    Threads take `items_at_once` items of `num_items` until there are none: rows, but of a product
+    groups of panels. `bytes_per_row` and `other_bytes` say how much memory the pass touches.
+    """
 
     _fields_ = [
         *(
             (name, ctypes.c_int64)
             for name in (
-                "operation", "num_rows", "next_row", "next_row_at", "width",
+                "operation", "next_item", "next_item_at", "num_items", "items_at_once",
+                "bytes_per_row", "other_bytes", "num_rows", "width",
                 "source", "source_row_bytes", "result", "result_row_bytes",
-                "weight", "cos", "sin", "table_row_bytes",
+                "weight", "bias", "inputs", "num_panels", "panels_per_item",
+                "addend", "addend_row_bytes",
+                "cos", "sin", "table_row_bytes",
                 "num_heads", "head_dim", "rotary_dim", "slots", "scales",
             )
         ),
         ("eps", ctypes.c_float),
     ]  # fmt: skip
+
+
+class _Passes(ctypes.Structure):
+    """Jobs in a row, for one thread, which lets others help with the large ones.
+
+    Attributes:
+        jobs: address of the first.
+        num_jobs: how many there are.
+        parallel: address of `GOMP_parallel`.
+        entry: address of the kernel that does one job.
+        threads: how many share a large job.
+        threaded_bytes: what makes a job large.
+    """
+
+    _fields_ = [
+        (name, ctypes.c_int64)
+        for name in ("jobs", "num_jobs", "parallel", "entry", "threads", "threaded_bytes")
+    ]
 
 
 _float_pointer = typed_pointer(numba.types.float32)
@@ -184,12 +212,28 @@ def _write_bfloat16_row(job: Any, row: int) -> None:
         result[i] = np.uint16(0x7FC0) if is_nan else np.uint16(rounded)
 
 
-NORM, ROTATE, GATE, QUANTISE, WRITE, WRITE_BFLOAT16 = range(6)
+@_compiled
+def _add_row(job: Any, row: int) -> None:
+    source = job.source + row * job.source_row_bytes
+    addend = job.addend + row * job.addend_row_bytes
+    result = job.result + row * job.result_row_bytes
+    whole = job.width - job.width % LANES
+    for i in range(0, whole * 4, LANES * 4):
+        store(result + i, load(source + i) + load(addend + i))
+    xs, ys = _floats(source, job.width), _floats(addend, job.width)
+    sums = _floats(result, job.width)
+    for i in range(whole, job.width):
+        sums[i] = xs[i] + ys[i]
+
+
+NORM, ROTATE, GATE, QUANTISE, WRITE, WRITE_BFLOAT16, ADD, PRODUCT = range(8)
 
 
 @_compiled
-def _do_row(job: Any, row: int) -> None:
-    if job.operation == NORM:
+def _do_item(job: Any, row: int) -> None:
+    if job.operation == PRODUCT:
+        multiply_panels(job, row)
+    elif job.operation == NORM:
         _norm_row(job, row)
     elif job.operation == ROTATE:
         _rotate_row(job, row)
@@ -201,34 +245,140 @@ def _do_row(job: Any, row: int) -> None:
         _write_row(job, row)
     elif job.operation == WRITE_BFLOAT16:
         _write_bfloat16_row(job, row)
+    elif job.operation == ADD:
+        _add_row(job, row)
+
+
+@_compiled
+def _work(job: Any) -> None:
+    while True:
+        first = add_atomically(job.next_item_at, job.items_at_once)
+        if first >= job.num_items:
+            break
+        for item in range(first, min(first + job.items_at_once, job.num_items)):
+            _do_item(job, item)
+
+
+_JOB = numba.from_dtype(np.dtype(Job))
+_job_pointer = typed_pointer(_JOB)
 
 
 @functools.cache
 def _kernel() -> Any:
-    """All operations as one C function that threads may call at once to share the rows."""
-    stamp = zlib.crc32(Path(simd.__file__).read_bytes())
+    """All operations as one C function that threads may call at once to share the items."""
+    stamp = _stamp()
 
     def work(pointer: Any) -> None:
-        # numba's cache knows of this file and of what this closure holds: name the other source.
         _ = stamp
-        job = numba.carray(pointer, 1)[0]
-        while True:
-            first = add_atomically(job.next_row_at, ROWS_AT_ONCE)
-            if first >= job.num_rows:
-                break
-            for row in range(first, min(first + ROWS_AT_ONCE, job.num_rows)):
-                _do_row(job, row)
+        _work(numba.carray(pointer, 1)[0])
 
-    signature = numba.types.void(numba.types.CPointer(numba.from_dtype(np.dtype(Job))))
-    return cached(functools.partial(numba.cfunc, signature, error_model="numpy"), work)
+    return _c_function(_JOB, work)
 
 
-def _run(operation: int, num_bytes: int, **fields: Any) -> None:
-    """Run an operation over all rows, which together touch so many bytes of memory."""
-    job = Job(operation=operation, **fields)
-    job.next_row_at = ctypes.addressof(job) + Job.next_row.offset
+@functools.cache
+def _conductor() -> Any:
+    """A C function that does the jobs of `_Passes`, one after another."""
+    stamp = _stamp()
+
+    def conduct(pointer: Any) -> None:
+        _ = stamp
+        passes = numba.carray(pointer, 1)[0]
+        jobs = numba.carray(_job_pointer(passes.jobs), passes.num_jobs)
+        for i in range(passes.num_jobs):
+            job = jobs[i]
+            job.next_item = 0
+            num_bytes = job.bytes_per_row * job.num_rows + job.other_bytes
+            if passes.threads == 1 or num_bytes < passes.threaded_bytes:
+                _work(job)
+            else:
+                address = job.next_item_at - NEXT_ITEM_OFFSET
+                call_parallel(passes.parallel, passes.entry, address, passes.threads)
+
+    return _c_function(numba.from_dtype(np.dtype(_Passes)), conduct)
+
+
+NEXT_ITEM_OFFSET = Job.next_item.offset
+
+
+def _stamp() -> tuple[int, ...]:
+    """For numba's cache, which knows of this file and what a closure holds: the other sources."""
+    return tuple(
+        zlib.crc32(Path(each).read_bytes()) for each in (simd.__file__, cpu_product.__file__)
+    )
+
+
+def _c_function(argument: Any, function: Any) -> Any:
+    signature = numba.types.void(numba.types.CPointer(argument))
+    return cached(functools.partial(numba.cfunc, signature, error_model="numpy"), function)
+
+
+def job(operation: int, num_rows: int, **fields: Any) -> Job:
+    """A pass over so many rows; `place` it, then it can be run."""
+    made = Job(operation=operation, items_at_once=ROWS_AT_ONCE, **fields)
+    set_rows(made, num_rows)
+    return made
+
+
+def set_rows(made: Job, num_rows: int) -> None:
+    """Give a job another number of rows."""
+    made.num_rows = num_rows
+    if made.operation != PRODUCT:
+        made.num_items = num_rows
+
+
+def _place(made: Job) -> None:
+    """Tell a job where it lies."""
+    made.next_item_at = ctypes.addressof(made) + NEXT_ITEM_OFFSET
+
+
+class Program:
+    """Passes in a row, which one call runs. Belongs to one thread.
+
+    Args:
+        jobs: they are copied.
+
+    Attributes:
+        jobs: the copies; what differs from call to call is set here.
+    """
+
+    def __init__(self, jobs: Sequence[Job]) -> None:
+        self.jobs = (Job * len(jobs))(*jobs)
+        for each in self.jobs:
+            _place(each)
+        self._passes = _Passes(
+            jobs=ctypes.addressof(self.jobs),
+            num_jobs=len(jobs),
+            parallel=cpu_threads.openmp_address(),
+            entry=_kernel().address,
+        )
+
+    def set_rows(self, num_rows: int) -> None:
+        """Give every pass so many rows."""
+        for each in self.jobs:
+            set_rows(each, num_rows)
+
+    def run(self) -> None:
+        """Run all passes on torch's threads."""
+        passes = self._passes
+        if not passes.parallel:
+            for each in self.jobs:
+                each.next_item = 0
+                _run(each)
+            return
+        passes.threads, passes.threaded_bytes = torch.get_num_threads(), THREADED_BYTES
+        cpu_threads.run(_conductor().address, passes, 1)
+
+
+def _run(made: Job) -> None:
+    num_bytes = made.bytes_per_row * made.num_rows + made.other_bytes
     threads = 1 if num_bytes < THREADED_BYTES else torch.get_num_threads()
-    cpu_threads.run(_kernel().address, job, threads)
+    cpu_threads.run(_kernel().address, made, threads)
+
+
+def _run_once(operation: int, num_rows: int, **fields: Any) -> None:
+    made = job(operation, num_rows, **fields)
+    _place(made)
+    _run(made)
 
 
 def _check(*tensors: torch.Tensor) -> None:
@@ -255,9 +405,9 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     _fit(weight.shape == x.shape[-1:], x, weight)
     x = x.contiguous()
     result, width = torch.empty_like(x), x.shape[-1]
-    _run(
-        NORM, 8 * x.numel(),
-        num_rows=x.numel() // width, width=width, eps=eps, weight=weight.data_ptr(),
+    _run_once(
+        NORM, x.numel() // width, bytes_per_row=8 * width, width=width,
+        eps=eps, weight=weight.data_ptr(),
         source=x.data_ptr(), source_row_bytes=width * 4,
         result=result.data_ptr(), result_row_bytes=width * 4,
     )  # fmt: skip
@@ -280,9 +430,9 @@ def rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
         heads, cos, sin,
     )  # fmt: skip
     cos, sin = cos.contiguous(), sin.contiguous()
-    _run(
-        ROTATE, 8 * heads.numel(),
-        num_rows=num_tokens, num_heads=num_heads, head_dim=head_dim, rotary_dim=cos.shape[1],
+    _run_once(
+        ROTATE, num_tokens, bytes_per_row=8 * num_heads * head_dim,
+        num_heads=num_heads, head_dim=head_dim, rotary_dim=cos.shape[1],
         source=heads.data_ptr(), source_row_bytes=heads.stride(0) * 4,
         cos=cos.data_ptr(), sin=sin.data_ptr(), table_row_bytes=cos.shape[1] * 4,
     )  # fmt: skip
@@ -295,13 +445,48 @@ def silu_gate(gate_up: torch.Tensor) -> torch.Tensor:
     gate_up = gate_up.contiguous()
     width = gate_up.shape[-1] // 2
     result = gate_up.new_empty(*gate_up.shape[:-1], width)
-    _run(
-        GATE, 12 * result.numel(),
-        num_rows=result.numel() // width, width=width,
+    _run_once(
+        GATE, result.numel() // width, bytes_per_row=12 * width, width=width,
         source=gate_up.data_ptr(), source_row_bytes=width * 8,
         result=result.data_ptr(), result_row_bytes=width * 4,
     )  # fmt: skip
     return result
+
+
+def product(x: torch.Tensor, panels: Panels) -> torch.Tensor:
+    """`x @ weight.T + bias` from packed weights.
+
+    Args:
+        x: `float32[T, inputs]`.
+        panels: the weights.
+
+    Returns:
+        `float32[T, outputs]`; rows may lie farther apart than they are long.
+    """
+    _check(x)
+    _fit(x.dim() == 2 and x.shape[1] == panels.inputs, x, panels.weight)
+    x = x.contiguous()
+    padded = x.new_empty(len(x), panels.padded_outputs)
+    made = product_job(panels, len(x))
+    made.source, made.source_row_bytes = x.data_ptr(), x.shape[1] * 4
+    made.result, made.result_row_bytes = padded.data_ptr(), padded.shape[1] * 4
+    _place(made)
+    _run(made)
+    return padded[:, : panels.outputs]
+
+
+def product_job(panels: Panels, num_rows: int) -> Job:
+    """The pass of `product`; where rows come from and go to is left to be set."""
+    per_item = panels.panels_per_item(torch.get_num_threads())
+    num_panels = len(panels.weight)
+    made = job(
+        PRODUCT, num_rows, weight=panels.weight.data_ptr(), bias=panels.bias.data_ptr(),
+        inputs=panels.inputs, num_panels=num_panels, panels_per_item=per_item,
+        num_items=-(-num_panels // per_item), other_bytes=panels.weight.numel() * 4,
+        bytes_per_row=4 * (panels.inputs + panels.padded_outputs),
+    )  # fmt: skip
+    made.items_at_once = 1
+    return made
 
 
 def quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -319,9 +504,8 @@ def quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     num_rows, width = x.shape
     result = x.new_empty(num_rows, width, dtype=torch.uint8)
     scales = x.new_empty(num_rows)
-    _run(
-        QUANTISE, 9 * x.numel(),
-        num_rows=num_rows, width=width, scales=scales.data_ptr(),
+    _run_once(
+        QUANTISE, num_rows, bytes_per_row=9 * width, width=width, scales=scales.data_ptr(),
         source=x.data_ptr(), source_row_bytes=x.stride(0) * 4,
         result=result.data_ptr(), result_row_bytes=width,
     )  # fmt: skip
@@ -351,9 +535,10 @@ def write(rows: torch.Tensor, pool: torch.Tensor, slots: torch.Tensor) -> None:
         rows, pool, slots,
     )  # fmt: skip
     slots = slots.contiguous()
-    _run(
-        _WRITERS[pool.dtype], 8 * rows.numel(),
-        num_rows=len(slots), width=rows.shape[1] * rows.shape[2], slots=slots.data_ptr(),
+    width = rows.shape[1] * rows.shape[2]
+    _run_once(
+        _WRITERS[pool.dtype], len(slots), bytes_per_row=8 * width, width=width,
+        slots=slots.data_ptr(),
         source=rows.data_ptr(), source_row_bytes=rows.stride(0) * 4,
         result=pool.data_ptr(), result_row_bytes=pool.stride(0) * pool.element_size(),
     )  # fmt: skip

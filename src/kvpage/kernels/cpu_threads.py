@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -28,7 +29,20 @@ def run(entry: int, job: ctypes.Structure, threads: int) -> None:
 
 
 @functools.cache
+def openmp_address() -> int:
+    """Where `GOMP_parallel` of torch's own OpenMP is; 0 if torch has another one."""
+    return ctypes.cast(_gomp_parallel(), ctypes.c_void_p).value or 0
+
+
 def _openmp() -> Callable[[int, int, int], None] | None:
+    parallel = _gomp_parallel()
+    if parallel is None:
+        return None
+    return lambda entry, job, threads: parallel(entry, job, threads, 0)
+
+
+@functools.cache
+def _gomp_parallel() -> Any:
     """Run a kernel on torch's own OpenMP threads, if torch has them.
 
     A second pool would fight with torch's, whose threads wait actively for their next work: on two
@@ -47,7 +61,7 @@ def _openmp() -> Callable[[int, int, int], None] | None:
             continue
         parallel.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
         parallel.restype = None
-        return lambda entry, job, threads: parallel(entry, job, threads, 0)
+        return parallel
     return None
 
 

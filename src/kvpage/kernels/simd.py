@@ -186,6 +186,16 @@ def add_atomically(builder: Builder, address: Value, term: Value) -> Value:
     return builder.atomic_rmw("add", _pointer(builder, address, _I64), term, "seq_cst")
 
 
+@_emitted(types.none, _INT, _INT, _INT, _INT)
+def call_parallel(
+    builder: Builder, parallel: Value, entry: Value, job: Value, threads: Value
+) -> None:
+    """Call OpenMP's `GOMP_parallel` at an address: `entry(job)` on so many threads at once."""
+    arguments = [_I64, _I64, _I32, _I32]
+    function = builder.inttoptr(parallel, ir.PointerType(ir.FunctionType(ir.VoidType(), arguments)))
+    builder.call(function, [entry, job, builder.trunc(threads, _I32), _I32(0)])
+
+
 def typed_pointer(to: Any) -> Callable[..., Any]:
     """A numba function that makes of an address a pointer for `numba.carray`."""
 
@@ -564,3 +574,61 @@ add_values_wide = _values_tile(TILE_ROWS, TILE_VECTORS, QUERY_LANES)
 add_values_wide_1 = _values_tile(1, TILE_VECTORS, QUERY_LANES)
 add_values_narrow = _values_tile(TILE_ROWS, 1, QUERY_LANES)
 add_values_narrow_1 = _values_tile(1, 1, QUERY_LANES)
+
+
+# -- tiles of a matrix product -----------------------------------------------------------------
+
+PANEL_VECTORS = 2
+PANEL = PANEL_VECTORS * LANES
+"""Outputs of a product that lie side by side in packed weights: `float32[inputs, PANEL]`."""
+
+
+def product_tile(rows: int) -> Callable[..., Any]:
+    """Make a numba function: `to = start + x @ panel` for so many rows.
+
+    Each output is summed over the inputs in their order, so what a row gives does not depend on
+    how many rows a tile has.
+
+    Its arguments are the address of `x` float32[rows, count] and the bytes from row to row, the
+    address of the panel float32[count, PANEL], count, the addresses of `start` and of `to`
+    float32[rows, PANEL], each with the bytes from row to row.
+    """
+
+    @_emitted(types.none, _INT, _INT, _INT, _INT, _INT, _INT, _INT, _INT)
+    def product(
+        builder: Builder,
+        x: Value,
+        x_row_bytes: Value,
+        panel: Value,
+        count: Value,
+        start: Value,
+        start_row_bytes: Value,
+        to: Value,
+        to_row_bytes: Value,
+    ) -> None:
+        def line(address: Value, row_bytes: Value, row: int) -> Value:
+            return builder.add(address, builder.mul(row_bytes, _I64(row)))
+
+        begin = [
+            vector
+            for row in range(rows)
+            for vector in _load_line(builder, line(start, start_row_bytes, row), PANEL_VECTORS)
+        ]
+        inputs = [line(x, x_row_bytes, row) for row in range(rows)]
+        sums = _Sums(builder, begin)
+        with _counted(builder, count) as k:
+            weights = _load_line(
+                builder, _advanced(builder, panel, k, PANEL * _BYTES_PER_FLOAT), PANEL_VECTORS
+            )
+            for row in range(rows):
+                at = _advanced(builder, inputs[row], k, _BYTES_PER_FLOAT)
+                number = _broadcast_stored(builder, at, types.float32)
+                for j in range(PANEL_VECTORS):
+                    sums.add_product(row * PANEL_VECTORS + j, number, weights[j])
+        tile = sums.values()
+        for row in range(rows):
+            for j in range(PANEL_VECTORS):
+                at = _offset(builder, line(to, to_row_bytes, row), j * LANES * _BYTES_PER_FLOAT)
+                _store_floats(builder, at, tile[row * PANEL_VECTORS + j])
+
+    return product

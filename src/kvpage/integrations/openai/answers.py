@@ -129,6 +129,13 @@ def template(payload: Mapping[str, Any], name: str | None = None) -> tuple[str, 
     return before, after
 
 
+def ending(head: Mapping[str, Any], usage: UsageSum | None) -> bytes:
+    """How completions and chat completions end a stream: by the usage, if it was asked for."""
+    if usage is None:
+        return DONE
+    return event({**head, "choices": [], "usage": usage.as_completion_usage()}) + DONE
+
+
 def failure(error: Mapping[str, Any]) -> bytes:
     """How completions and chat completions end a stream by an error."""
     return event({"error": error}) + DONE

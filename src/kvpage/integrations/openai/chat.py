@@ -5,11 +5,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kvpage.integrations.openai.answers import (
-    DONE,
     HERE,
     TokenTexts,
     UsageSum,
     dumps,
+    ending,
     event,
     failure,
     finite,
@@ -43,6 +43,7 @@ class ChatAnswer:
     ) -> None:
         self.id = new_id("chatcmpl")
         self._head = {"id": self.id, "created": int(time.time()), "model": model}
+        self._chunk_head = {**self._head, "object": "chat.completion.chunk"}
         self._texts = texts
         self._include_usage = include_usage
         self._new_reader = new_reader
@@ -69,11 +70,7 @@ class ChatAnswer:
 
     def end(self) -> bytes:
         """See `Answer`."""
-        if not self._include_usage:
-            return DONE
-        usage = self._usage.as_completion_usage()
-        head = {**self._head, "object": "chat.completion.chunk"}
-        return event({**head, "choices": [], "usage": usage}) + DONE
+        return ending(self._chunk_head, self._usage if self._include_usage else None)
 
     def failure(self, error: Mapping[str, Any]) -> bytes:
         """See `Answer`."""
@@ -134,8 +131,7 @@ class ChatAnswer:
             "finish_reason": finish_reason,
         }
         usage = {"usage": None} if self._include_usage else {}
-        head = {**self._head, "object": "chat.completion.chunk"}
-        return {**head, "choices": [choice], **usage}
+        return {**self._chunk_head, "choices": [choice], **usage}
 
     def _whole_choice(self, index: int, completion: Completion) -> dict[str, Any]:
         choice = completion.choices[index]

@@ -7,11 +7,11 @@ from typing import Any
 import attrs
 
 from kvpage.integrations.openai.answers import (
-    DONE,
     HERE,
     TokenTexts,
     UsageSum,
     dumps,
+    ending,
     event,
     failure,
     finite,
@@ -76,10 +76,7 @@ class CompletionAnswer:
 
     def end(self) -> bytes:
         """See `Answer`."""
-        if not self._include_usage:
-            return DONE
-        usage = self._usage.as_completion_usage()
-        return event({**self._head, "choices": [], "usage": usage}) + DONE
+        return ending(self._head, self._usage if self._include_usage else None)
 
     def failure(self, error: Mapping[str, Any]) -> bytes:
         """See `Answer`."""

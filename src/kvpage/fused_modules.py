@@ -1,0 +1,231 @@
+"""Modules that take the place of a model's own, on a CPU; `fusion` finds the places.
+
+Each computes in fewer passes over memory what transformers' modules compute, and by operators of
+its own only where its linear layers are packed in panels.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import attrs
+import torch
+
+from kvpage.attention import AttentionOptions, attend_packed
+from kvpage.kernels import cpu_rows
+from kvpage.kernels.cpu_layer import LayerKernel
+from kvpage.packed_linear import PanelLinear
+from kvpage.probe import Call
+
+Norms: TypeAlias = tuple[torch.nn.Module, torch.nn.Module]
+"""Of Q and of K."""
+
+
+class RMSNorm(torch.nn.Module):
+    """What transformers' RMS norms do, in one pass.
+
+    Args:
+        weight: `[D]`.
+        eps: added to the mean of the squares.
+    """
+
+    weight: torch.Tensor
+
+    def __init__(self, weight: torch.Tensor, eps: float) -> None:
+        super().__init__()
+        self.register_buffer("weight", weight.detach().contiguous())
+        self.eps = eps
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """`[..., D]` to `[..., D]`."""
+        return cpu_rows.rms_norm(hidden_states, self.weight, self.eps)
+
+
+class GatedMLP(torch.nn.Module):
+    """`down(activation(gate(x)) * up(x))` with gate and up in one product.
+
+    Args:
+        gate: a plain linear layer.
+        up: likewise.
+        down: likewise.
+        activation: of the gate; None is SiLU, whose product with `up` takes one pass.
+    """
+
+    def __init__(
+        self,
+        gate: torch.nn.Linear,
+        up: torch.nn.Linear,
+        down: torch.nn.Linear,
+        activation: Callable[[torch.Tensor], torch.Tensor] | None,
+    ) -> None:
+        super().__init__()
+        self.gate_up = side_by_side(gate, up)
+        self.down = down
+        self.activation = activation
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """`[..., hidden]` to `[..., hidden]`."""
+        gate_up: torch.Tensor = self.gate_up(hidden_states)
+        if self.activation is None:
+            product = cpu_rows.silu_gate(gate_up)
+        else:
+            gate, up = gate_up.chunk(2, dim=-1)
+            product = self.activation(gate) * up
+        result: torch.Tensor = self.down(product)
+        return result
+
+
+@attrs.frozen(eq=False)
+class Projections:
+    """How an attention module makes Q, K and V of its input.
+
+    Attributes:
+        q: gives `[T, Hq * D]`.
+        k: gives `[T, Hkv * D]`.
+        v: gives `[T, Hkv * Dv]`.
+        norms: of Q and K before the rotation, if there are any.
+        rotates: whether Q and K are rotated by the position embeddings of the call.
+    """
+
+    q: torch.nn.Linear
+    k: torch.nn.Linear
+    v: torch.nn.Linear
+    norms: Norms | None
+    rotates: bool
+
+
+class FusedAttention(torch.nn.Module):
+    """An attention module of transformers, with Q, K and V in one product.
+
+    Args:
+        projections: how Q, K and V are made.
+        out: the output projection.
+        call: an attention call of the module that this one replaces.
+    """
+
+    def __init__(self, projections: Projections, out: torch.nn.Linear, call: Call) -> None:
+        super().__init__()
+        self.qkv = side_by_side(projections.q, projections.k, projections.v)
+        self.out = out
+        self.norms = None if projections.norms is None else torch.nn.ModuleList(projections.norms)
+        self.rotates = projections.rotates
+        self.options: AttentionOptions = call.options
+        self.heads = tuple((x.shape[1], x.shape[2]) for x in (call.q, call.k, call.v))
+        self.widths = [num_heads * head_dim for num_heads, head_dim in self.heads]
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        **_others: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """`[1, T, hidden]` to `[1, T, hidden]`; what else transformers passes is of no effect."""
+        num_tokens = hidden_states.shape[1]
+        qkv = self.qkv(hidden_states)[0]
+        q, k, v = (
+            part.view(num_tokens, *heads)
+            for part, heads in zip(qkv.split(self.widths, dim=1), self.heads, strict=True)
+        )
+        if self.norms is not None:
+            q, k = (normed(norm, x) for norm, x in zip(self.norms, (q, k), strict=True))
+        if self.rotates:
+            assert position_embeddings is not None
+            cos, sin = (table[0] for table in position_embeddings)
+            for heads in (q, k):
+                cpu_rows.rotate(heads, cos, sin)
+        attended = attend_packed(q, k, v, self.options)
+        return self.out(attended.reshape(1, num_tokens, -1)), None
+
+
+class FusedLayer(torch.nn.Module):
+    """A decoder layer: `h = x + attention(norm(x))`, then `h + mlp(norm(h))`.
+
+    Args:
+        norms: before attention and before the MLP.
+        attention: the first part.
+        mlp: the second part.
+        returns_tuple: give the result as a tuple of one.
+    """
+
+    def __init__(
+        self,
+        norms: tuple[RMSNorm, RMSNorm],
+        attention: FusedAttention,
+        mlp: GatedMLP,
+        *,
+        returns_tuple: bool,
+    ) -> None:
+        super().__init__()
+        self.attention_norm, self.mlp_norm = norms
+        self.attention = attention
+        self.mlp = mlp
+        self.returns_tuple = returns_tuple
+        self._kernel: LayerKernel | None = None
+
+    def prepare(self) -> None:
+        """Compute by one kernel before attention and one after it, where that can be.
+
+        To be called when the linear layers are packed and nothing moves any more.
+        """
+        attention, mlp = self.attention, self.mlp
+        linears: tuple[torch.nn.Module, ...] = (
+            *(attention.qkv, attention.out),
+            *(mlp.gate_up, mlp.down),
+        )
+        packed = [each.panels for each in linears if isinstance(each, PanelLinear)]
+        plain = attention.rotates and attention.norms is None and mlp.activation is None
+        q, k, v = attention.heads
+        if plain and q[1] == k[1] and len(packed) == len(linears):
+            first, second = self.attention_norm, self.mlp_norm
+            self._kernel = LayerKernel(
+                *packed,
+                norms=((first.weight, first.eps), (second.weight, second.eps)),
+                heads=(q, k, v),
+            )
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        **_others: Any,
+    ) -> torch.Tensor | tuple[torch.Tensor]:
+        """`[1, T, hidden]` to `[1, T, hidden]`; what else transformers passes is of no effect."""
+        if self._kernel is None or position_embeddings is None:
+            attended, _ = self.attention(self.attention_norm(hidden_states), position_embeddings)
+            hidden_states = hidden_states + attended
+            hidden_states = hidden_states + self.mlp(self.mlp_norm(hidden_states))
+        else:
+            x = hidden_states[0].contiguous()
+            cos, sin = (table[0] for table in position_embeddings)
+            q, k, v = self._kernel.before_attention(x, cos, sin)
+            attended = attend_packed(q, k, v, self.attention.options)
+            hidden_states = self._kernel.after_attention(x, attended)[None]
+        return (hidden_states,) if self.returns_tuple else hidden_states
+
+
+def normed(norm: torch.nn.Module, heads: torch.Tensor) -> torch.Tensor:
+    """Norm `[T, H, D]` over each head or over all of them together, as the weight is for."""
+    if next(norm.parameters(), next(norm.buffers())).numel() == heads.shape[2]:
+        result: torch.Tensor = norm(heads)
+    else:
+        result = norm(heads.flatten(1)).view_as(heads)
+    return result.contiguous()
+
+
+def side_by_side(*linears: torch.nn.Linear) -> torch.nn.Linear:
+    """One layer whose outputs are those of all, in order."""
+    rows = sum(linear.out_features for linear in linears)
+    has_bias = any(linear.bias is not None for linear in linears)
+    joined = torch.nn.Linear(linears[0].in_features, rows, bias=has_bias, device="meta")
+    joined.weight = _frozen([linear.weight for linear in linears])
+    if has_bias:
+        joined.bias = _frozen([_bias(linear) for linear in linears])
+    return joined
+
+
+def _bias(linear: torch.nn.Linear) -> torch.Tensor:
+    bias: torch.Tensor | None = linear.bias
+    return linear.weight.new_zeros(linear.out_features) if bias is None else bias
+
+
+def _frozen(parts: Sequence[torch.Tensor]) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.cat([part.detach() for part in parts]), requires_grad=False)

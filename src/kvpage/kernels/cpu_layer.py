@@ -1,0 +1,199 @@
+"""A decoder layer on a CPU in two calls: what comes before attention, and what comes after it.
+
+Between two calls of the host, at few rows, the processor waits: a layer of a small model takes
+about as long as the dozen operators that transformers makes of it need to be called. Here each half
+is one `Program`.
+"""
+
+import threading
+from typing import TypeAlias
+from weakref import WeakKeyDictionary
+
+import torch
+
+from kvpage.kernels.cpu_product import Panels
+from kvpage.kernels.cpu_rows import ADD, GATE, NORM, ROTATE, Job, Program, job, product_job
+
+Norm: TypeAlias = tuple[torch.Tensor, float]
+"""Weight and epsilon."""
+
+Heads: TypeAlias = tuple[int, int]
+"""Their number and their dim."""
+
+
+class LayerKernel:
+    """The weights of a layer, and what is computed with them. Threads may share it.
+
+    Args:
+        qkv: weights of Q, K and V side by side.
+        out: of the output projection.
+        gate_up: of gate and up, side by side.
+        down: of the way back.
+        norms: before attention and before the MLP.
+        heads: of Q, K and V; those of Q and K have the same dim.
+    """
+
+    def __init__(
+        self,
+        qkv: Panels,
+        out: Panels,
+        gate_up: Panels,
+        down: Panels,
+        *,
+        norms: tuple[Norm, Norm],
+        heads: tuple[Heads, Heads, Heads],
+    ) -> None:
+        self.qkv, self.out, self.gate_up, self.down = qkv, out, gate_up, down
+        self.norms = norms
+        self.heads = heads
+
+    def before_attention(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Norm, project and rotate.
+
+        Args:
+            x: `float32[T, hidden]`, contiguous.
+            cos: `float32[T, R]`, of positions; both halves of it.
+            sin: likewise.
+
+        Returns:
+            Q, K and V, `[T, heads, dim]` each, which this thread's next call overwrites.
+        """
+        cos, sin = cos.contiguous(), sin.contiguous()
+        space = _workspace(self, len(x))
+        program, _ = space.programs(self)
+        program.set_rows(len(x))
+        norm, _, rotation = program.jobs
+        norm.source = x.data_ptr()
+        rotation.cos, rotation.sin = cos.data_ptr(), sin.data_ptr()
+        rotation.rotary_dim, rotation.table_row_bytes = cos.shape[1], cos.shape[1] * 4
+        program.run()
+        q, k, v = self.heads
+        rows = space.qkv[: len(x)]
+        q_end, k_end = q[0] * q[1], q[0] * q[1] + k[0] * k[1]
+        return (
+            rows[:, :q_end].view(-1, *q),
+            rows[:, q_end:k_end].view(-1, *k),
+            rows[:, k_end : k_end + v[0] * v[1]].view(-1, *v),
+        )
+
+    def after_attention(self, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        """Project, add, norm, and the MLP.
+
+        Args:
+            x: what went into `before_attention`.
+            attended: `float32[T, heads, dim]`.
+
+        Returns:
+            `float32[T, hidden]`: the layer's output.
+        """
+        attended = attended.contiguous()
+        space = _workspace(self, len(x))
+        _, program = space.programs(self)
+        program.set_rows(len(x))
+        result = torch.empty_like(x)
+        out, first_sum, norm, _, _, _, last_sum = program.jobs
+        out.source = attended.data_ptr()
+        first_sum.addend = x.data_ptr()
+        first_sum.result = norm.source = last_sum.addend = last_sum.result = result.data_ptr()
+        program.run()
+        return result
+
+
+class _Workspace:
+    """What lies between the passes of a layer, for layers of one shape and up to so many rows."""
+
+    def __init__(self, kernel: LayerKernel, capacity: int) -> None:
+        hidden = kernel.qkv.inputs
+
+        def rows(width: int) -> torch.Tensor:
+            return torch.empty(capacity, width)
+
+        self.normed = rows(hidden)
+        self.qkv = rows(kernel.qkv.padded_outputs)
+        self.projected = rows(max(kernel.out.padded_outputs, kernel.down.padded_outputs))
+        self.gate_up = rows(kernel.gate_up.padded_outputs)
+        self.gated = rows(kernel.down.inputs)
+        self._programs: WeakKeyDictionary[LayerKernel, tuple[Program, Program]] = (
+            WeakKeyDictionary()
+        )
+
+    def programs(self, kernel: LayerKernel) -> tuple[Program, Program]:
+        """Before and after attention; sources and results outside of this space are to be set."""
+        found = self._programs.get(kernel)
+        if found is None:
+            found = Program(self._before(kernel)), Program(self._after(kernel))
+            self._programs[kernel] = found
+        return found
+
+    def _before(self, kernel: LayerKernel) -> list[Job]:
+        (num_q, head_dim), (num_k, _), _ = kernel.heads
+        rotation = job(
+            ROTATE, 0, bytes_per_row=8 * (num_q + num_k) * head_dim,
+            num_heads=num_q + num_k, head_dim=head_dim,
+            source=self.qkv.data_ptr(), source_row_bytes=self.qkv.shape[1] * 4,
+        )  # fmt: skip
+        return [
+            self._norm(kernel, 0),
+            _product(kernel.qkv, self.normed, self.qkv),
+            rotation,
+        ]
+
+    def _after(self, kernel: LayerKernel) -> list[Job]:
+        width = kernel.down.inputs
+        out = _product(kernel.out, None, self.projected)
+        out.source_row_bytes = kernel.out.inputs * 4
+        gate = job(
+            GATE, 0, bytes_per_row=12 * width, width=width,
+            source=self.gate_up.data_ptr(), source_row_bytes=self.gate_up.shape[1] * 4,
+            result=self.gated.data_ptr(), result_row_bytes=width * 4,
+        )  # fmt: skip
+        return [
+            out,
+            self._sum(kernel),
+            self._norm(kernel, 1),
+            _product(kernel.gate_up, self.normed, self.gate_up),
+            gate,
+            _product(kernel.down, self.gated, self.projected),
+            self._sum(kernel),
+        ]
+
+    def _norm(self, kernel: LayerKernel, which: int) -> Job:
+        weight, eps = kernel.norms[which]
+        row_bytes = len(weight) * 4
+        return job(
+            NORM, 0, bytes_per_row=2 * row_bytes, width=len(weight), weight=weight.data_ptr(),
+            eps=eps, source_row_bytes=row_bytes,
+            result=self.normed.data_ptr(), result_row_bytes=row_bytes,
+        )  # fmt: skip
+
+    def _sum(self, kernel: LayerKernel) -> Job:
+        width = kernel.qkv.inputs
+        return job(
+            ADD, 0, bytes_per_row=12 * width, width=width, addend_row_bytes=width * 4,
+            source=self.projected.data_ptr(), source_row_bytes=self.projected.shape[1] * 4,
+            result_row_bytes=width * 4,
+        )  # fmt: skip
+
+
+def _product(panels: Panels, source: torch.Tensor | None, result: torch.Tensor) -> Job:
+    made = product_job(panels, 0)
+    if source is not None:
+        made.source, made.source_row_bytes = source.data_ptr(), source.shape[1] * 4
+    made.result, made.result_row_bytes = result.data_ptr(), result.shape[1] * 4
+    return made
+
+
+_thread = threading.local()
+
+
+def _workspace(kernel: LayerKernel, num_rows: int) -> _Workspace:
+    """This thread's space for layers of this shape and at least so many rows."""
+    capacity = 1 << max(0, num_rows - 1).bit_length()
+    panels = (kernel.qkv, kernel.out, kernel.gate_up, kernel.down)
+    key = (capacity, *((each.inputs, each.padded_outputs) for each in panels))
+    if getattr(_thread, "key", None) != key:
+        _thread.key, _thread.space = key, _Workspace(kernel, capacity)
+    space: _Workspace = _thread.space
+    return space
