@@ -14,7 +14,7 @@ from typing import Any, TypeAlias, TypeGuard
 import torch
 
 from kvpage.kernels import cpu_rows
-from kvpage.kernels.cpu_product import Panels
+from kvpage.kernels.cpu_product import Panels, Room
 
 PACKED_FOR_ROWS = 64
 """The layout is chosen for so many rows; measured from 1 to 512, it serves all of them best."""
@@ -28,14 +28,16 @@ class PanelLinear(torch.nn.Module):
 
     Args:
         linear: its weights and its bias are copied.
+        room: where to; None makes room for this layer alone.
     """
 
-    def __init__(self, linear: torch.nn.Linear) -> None:
+    def __init__(self, linear: torch.nn.Linear, room: Room | None = None) -> None:
         super().__init__()
         self.in_features = linear.in_features
         self.out_features = linear.out_features
         bias = None if linear.bias is None else linear.bias.detach()
-        self.panels = Panels.of(linear.weight.detach(), bias)
+        weight = linear.weight.detach()
+        self.panels = Panels.of(weight, bias, room or Room([(weight.shape[0], weight.shape[1])]))
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """`[..., in_features]` to `[..., out_features]`."""
@@ -93,11 +95,16 @@ def pack_linears(model: torch.nn.Module) -> None:
         for name, child in parent.named_children()
         if is_plain(child)
     ]
-    layers = (getattr(parent, name) for parent, name in places)
+    layers = [getattr(parent, name) for parent, name in places]
     form = fastest_form(max(layers, key=_num_weights)) if places else None
-    if form is not None:
-        for parent, name in places:
-            setattr(parent, name, form(getattr(parent, name)))
+    if form is None:
+        return
+    room = Room((each.out_features, each.in_features) for each in layers)
+    del layers
+    for parent, name in places:
+        linear = getattr(parent, name)
+        packed = PanelLinear(linear, room) if form is PanelLinear else form(linear)
+        setattr(parent, name, packed)
 
 
 def is_plain(module: torch.nn.Module) -> TypeGuard[torch.nn.Linear]:

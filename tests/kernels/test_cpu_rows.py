@@ -82,14 +82,16 @@ def test_bytes_are_within_half_a_step(width: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_are_written_to_their_slots_and_nowhere_else(dtype: torch.dtype) -> None:
     """Rounded as torch rounds; NaN and infinity stay; slot -1 is skipped."""
-    rows = random(40, 5, 17)[:, 1:4]
+    rows, others = random(40, 5, 17)[:, 1:4], random(40, 2, 9)
     rows[5, 0, 0], rows[6, 1, 1], rows[7, 2, 2] = float("nan"), float("inf"), -float("inf")
     slots = torch.randperm(64, generator=torch.Generator().manual_seed(1))[:40]
     slots[3] = -1
-    pool = random(64, 3, 17).to(dtype)
-    expected = pool.clone()
+    pool, other_pool = random(64, 3, 17).to(dtype), random(64, 2, 9)
+    expected, other_expected = pool.clone(), other_pool.clone()
     expected[slots[slots >= 0]] = rows[slots >= 0].to(dtype)
-    cpu_rows.write(rows, pool, slots)
+    other_expected[slots[slots >= 0]] = others[slots >= 0]
+    cpu_rows.write(((rows, pool), (others, other_pool)), slots)
+    assert torch.equal(other_pool, other_expected)
     torch.testing.assert_close(pool, expected, rtol=0, atol=0, equal_nan=True)
 
 
@@ -99,7 +101,8 @@ def test_what_does_not_fit_is_refused() -> None:
         cpu_rows.rms_norm(random(2, 8), random(7), 1e-5)
     with pytest.raises(ValueError, match="do not belong together"):
         cpu_rows.rotate(random(2, 3, 8), random(2, 10), random(2, 10))
+    k, pool = random(2, 3, 8), random(9, 3, 7)
     with pytest.raises(ValueError, match="do not belong together"):
-        cpu_rows.write(random(2, 3, 8), random(9, 3, 7), torch.zeros(2, dtype=torch.int64))
+        cpu_rows.write(((k, pool), (k, pool)), torch.zeros(2, dtype=torch.int64))
     with pytest.raises(ValueError, match="float32 on a CPU is wanted"):
         cpu_rows.silu_gate(random(2, 8).double())

@@ -137,13 +137,13 @@ def write_kv(
     kv_scales: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
     """Store the K and V of a step's tokens; see `reference.write_kv`."""
-    k_scales, v_scales = kv_scales or (None, None)
-    for rows, pool, scales in ((k, k_pool, k_scales), (v, v_pool, v_scales)):
-        if cpu_rows.can_write(rows, pool) and scales is None:
-            cpu_rows.write(rows, pool, slots)
-        else:
-            stored = slots >= 0
-            pool.index_copy_(0, slots[stored], quantised(rows[stored], pool.dtype, scales))
+    stored = ((k, k_pool), (v, v_pool))
+    if kv_scales is None and all(cpu_rows.can_write(*each) for each in stored):
+        cpu_rows.write(stored, slots)
+        return
+    kept = slots >= 0
+    for (rows, pool), scales in zip(stored, kv_scales or (None, None), strict=True):
+        pool.index_copy_(0, slots[kept], quantised(rows[kept], pool.dtype, scales))
 
 
 def copy_blocks(

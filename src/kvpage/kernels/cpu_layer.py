@@ -31,6 +31,9 @@ class LayerKernel:
         down: of the way back.
         norms: before attention and before the MLP.
         heads: of Q, K and V; those of Q and K have the same dim.
+
+    Attributes:
+        shape: layers of the same one can share what lies between their passes.
     """
 
     def __init__(
@@ -46,6 +49,8 @@ class LayerKernel:
         self.qkv, self.out, self.gate_up, self.down = qkv, out, gate_up, down
         self.norms = norms
         self.heads = heads
+        panels = (qkv, out, gate_up, down)
+        self.shape = tuple((each.inputs, each.padded_outputs) for each in panels)
 
     def before_attention(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
@@ -61,16 +66,17 @@ class LayerKernel:
             Q, K and V, `[T, heads, dim]` each, which this thread's next call overwrites.
         """
         cos, sin = cos.contiguous(), sin.contiguous()
-        space = _workspace(self, len(x))
+        num_rows = x.shape[0]
+        space = _workspace(self, num_rows)
         program, _ = space.programs(self)
-        program.set_rows(len(x))
+        program.set_rows(num_rows)
         norm, _, rotation = program.jobs
         norm.source = x.data_ptr()
         rotation.cos, rotation.sin = cos.data_ptr(), sin.data_ptr()
         rotation.rotary_dim, rotation.table_row_bytes = cos.shape[1], cos.shape[1] * 4
         program.run()
         q, k, v = self.heads
-        rows = space.qkv[: len(x)]
+        rows = space.qkv[:num_rows]
         q_end, k_end = q[0] * q[1], q[0] * q[1] + k[0] * k[1]
         return (
             rows[:, :q_end].view(-1, *q),
@@ -89,9 +95,10 @@ class LayerKernel:
             `float32[T, hidden]`: the layer's output.
         """
         attended = attended.contiguous()
-        space = _workspace(self, len(x))
+        num_rows = x.shape[0]
+        space = _workspace(self, num_rows)
         _, program = space.programs(self)
-        program.set_rows(len(x))
+        program.set_rows(num_rows)
         result = torch.empty_like(x)
         out, first_sum, norm, _, _, _, last_sum = program.jobs
         out.source = attended.data_ptr()
@@ -191,8 +198,7 @@ _thread = threading.local()
 def _workspace(kernel: LayerKernel, num_rows: int) -> _Workspace:
     """This thread's space for layers of this shape and at least so many rows."""
     capacity = 1 << max(0, num_rows - 1).bit_length()
-    panels = (kernel.qkv, kernel.out, kernel.gate_up, kernel.down)
-    key = (capacity, *((each.inputs, each.padded_outputs) for each in panels))
+    key = (capacity, kernel.shape)
     if getattr(_thread, "key", None) != key:
         _thread.key, _thread.space = key, _Workspace(kernel, capacity)
     space: _Workspace = _thread.space

@@ -10,7 +10,11 @@ Geijn, 2008).
 The sum of each output is taken over the inputs in their order, whatever the number of rows.
 """
 
+import ctypes
 import functools
+import mmap
+import sys
+from collections.abc import Iterable
 from typing import Any
 
 import attrs
@@ -49,14 +53,15 @@ class Panels:
     outputs: int
 
     @classmethod
-    def of(cls, weight: torch.Tensor, bias: torch.Tensor | None) -> "Panels":
+    def of(cls, weight: torch.Tensor, bias: torch.Tensor | None, room: "Room") -> "Panels":
         """Pack `float32[outputs, inputs]`."""
         outputs, inputs = weight.shape
         panels = -(-outputs // PANEL)
-        packed = weight.new_zeros(panels, inputs, PANEL)
+        packed = room.take(panels * inputs * PANEL).view(panels, inputs, PANEL)
         whole = outputs // PANEL
         packed[:whole] = weight[: whole * PANEL].view(whole, PANEL, inputs).transpose(1, 2)
         if whole < panels:
+            packed[whole] = 0
             packed[whole, :, : outputs - whole * PANEL] = weight[whole * PANEL :].T
         start = weight.new_zeros(panels * PANEL)
         if bias is not None:
@@ -77,6 +82,40 @@ class Panels:
         """How many panels a thread takes at once."""
         fitting = GROUP_BYTES // (min(self.inputs, SLICE_INPUTS) * PANEL * 4)
         return max(1, min(fitting, len(self.weight) // (threads * ITEMS_PER_THREAD)))
+
+
+class Room:
+    """Memory for the panels of several layers, on large pages where the system has them.
+
+    With pages of 4 KiB, looking up where they are takes a tenth of the time that reading takes.
+    Memory counts as used only once panels are written to it.
+
+    Args:
+        shapes: outputs and inputs of the layers.
+    """
+
+    def __init__(self, shapes: Iterable[tuple[int, int]]) -> None:
+        sizes = (-(-outputs // PANEL) * PANEL * inputs for outputs, inputs in shapes)
+        self._floats = torch.empty(sum(sizes))
+        self._taken = 0
+        _ask_for_large_pages(self._floats)
+
+    def take(self, size: int) -> torch.Tensor:
+        """The next so many floats, as they come."""
+        begin, self._taken = self._taken, self._taken + size
+        return self._floats[begin : self._taken]
+
+
+def _ask_for_large_pages(floats: torch.Tensor) -> None:
+    begin = -(-floats.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    size = floats.data_ptr() + floats.nbytes - begin
+    if sys.platform == "linux" and size > 0:
+        # What it answers does not matter: it is a wish.
+        _MADVISE(ctypes.c_void_p(begin), ctypes.c_size_t(size), mmap.MADV_HUGEPAGE)
+
+
+if sys.platform == "linux":
+    _MADVISE = ctypes.CDLL(None).madvise
 
 
 @_compiled

@@ -11,6 +11,7 @@ on the others nor on the number of threads, to the last bit.
 import ctypes
 import functools
 import math
+import threading
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -521,24 +522,37 @@ def can_write(rows: torch.Tensor, pool: torch.Tensor) -> bool:
     return adjacent and rows.dtype == torch.float32 and pool.dtype in _WRITERS
 
 
-def write(rows: torch.Tensor, pool: torch.Tensor, slots: torch.Tensor) -> None:
-    """Store K or V: `float32[T, H, D]` in slots of `[num_slots, H, D]`.
+def write(stored: Sequence[tuple[torch.Tensor, torch.Tensor]], slots: torch.Tensor) -> None:
+    """Store K and V: `float32[T, H, D]` in slots of `[num_slots, H, D]`.
 
     Args:
-        rows: the heads of a token adjacent to each other.
-        pool: float32 or bfloat16; written.
+        stored: K and V, each with its pool, for which `can_write` is true. The pools are written.
         slots: `int64[T]`; a token whose slot is -1 is not stored.
     """
-    _fit(
-        rows.shape[1:] == pool.shape[1:] and slots.shape == rows.shape[:1]
-        and slots.dtype == torch.int64 and can_write(rows, pool),
-        rows, pool, slots,
-    )  # fmt: skip
     slots = slots.contiguous()
-    width = rows.shape[1] * rows.shape[2]
-    _run_once(
-        _WRITERS[pool.dtype], len(slots), bytes_per_row=8 * width, width=width,
-        slots=slots.data_ptr(),
-        source=rows.data_ptr(), source_row_bytes=rows.stride(0) * 4,
-        result=pool.data_ptr(), result_row_bytes=pool.stride(0) * pool.element_size(),
-    )  # fmt: skip
+    num_rows, at = slots.shape[0], slots.data_ptr()
+    program = _writer()
+    for made, (rows, pool) in zip(program.jobs, stored, strict=True):
+        _fit(
+            rows.shape[1:] == pool.shape[1:] and rows.shape[0] == num_rows
+            and slots.dtype == torch.int64,
+            rows, pool, slots,
+        )  # fmt: skip
+        width = rows.shape[1] * rows.shape[2]
+        made.operation, made.width, made.bytes_per_row = _WRITERS[pool.dtype], width, 8 * width
+        made.slots, made.source, made.result = at, rows.data_ptr(), pool.data_ptr()
+        made.source_row_bytes = rows.stride(0) * 4
+        made.result_row_bytes = pool.stride(0) * pool.element_size()
+        set_rows(made, num_rows)
+    program.run()
+
+
+_thread = threading.local()
+
+
+def _writer() -> Program:
+    """This thread's program of two passes that write."""
+    program: Program | None = getattr(_thread, "writer", None)
+    if program is None:
+        program = _thread.writer = Program([job(WRITE, 0), job(WRITE, 0)])
+    return program
