@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from kvpage import AsyncEngine, Chat, ConfigError, SamplingParams
 from kvpage.pretrained import default_model_path, load_pretrained
 from tests.model.test_quantised_linear import needs_int8
 
-MAX_TOKENS = 24
+MAX_TOKENS = 20
 PROMPTS = [
     "Hi",
     "Once upon a time",
@@ -47,10 +47,16 @@ def oracle(folder: str) -> tuple[Any, Any]:
     return AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
 
 
-@pytest.fixture
-async def engine() -> AsyncIterator[AsyncEngine]:
-    async with AsyncEngine.from_pretrained(kv_memory="8192 tokens") as engine:
-        yield engine
+@pytest.fixture(scope="module")
+def engine() -> Iterator[AsyncEngine]:
+    """One for all tests, each of which has an event loop of its own."""
+
+    async def opened() -> AsyncEngine:
+        return await AsyncEngine.from_pretrained(kv_memory="8192 tokens")
+
+    engine = anyio.run(opened)
+    yield engine
+    anyio.run(engine.aclose)
 
 
 async def test_eight_prompts_at_once_equal_generate(
