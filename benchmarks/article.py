@@ -243,9 +243,9 @@ async def engine(page: "Page", model: str | None, device: str, seconds: float) -
         "rounds": 5,
         "seconds": seconds / 2,
     }
-    chat = await kvpage.compare(model, workload="chat", requests=32, **common)
+    chat = await kvpage.compare(model, workload="chat", **common)
     short = await kvpage.compare(
-        model, workload=requests_of_120(64), requests=64, scale=1.0, **common
+        model, workload=requests_of_120(40), scale=1.0, **common
     )
     head = [
         "block size",

@@ -195,8 +195,8 @@ class FusedLayer(torch.nn.Module):
             hidden_states = hidden_states + self.mlp(self.mlp_norm(hidden_states))
         else:
             x = hidden_states[0].contiguous()
-            cos, sin = (table[0] for table in position_embeddings)
-            q, k, v = self._kernel.before_attention(x, cos, sin)
+            cos, sin = position_embeddings
+            q, k, v = self._kernel.before_attention(x, cos[0].contiguous(), sin[0].contiguous())
             attended = attend_packed(q, k, v, self.attention.options)
             hidden_states = self._kernel.after_attention(x, attended)[None]
         return (hidden_states,) if self.returns_tuple else hidden_states

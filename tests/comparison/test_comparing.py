@@ -9,7 +9,8 @@ import pytest
 from kvpage import Comparison, ComparisonSettings, Grant, PoolGeometry, compare
 from kvpage.allocators.fixed import FixedAllocator
 from kvpage.blocks import BlockId, SequenceId
-from kvpage.comparison.comparing import Comparing
+from kvpage.comparison import comparing
+from kvpage.comparison.comparing import Comparing, as_many_as_fit
 from kvpage.comparison.measuring import Progress, column
 from kvpage.comparison.workload import read_workload
 from kvpage.simulator import TraceRequest
@@ -44,10 +45,10 @@ async def compared(
         "rounds": 2,
     }
     asked = ComparisonSettings(**(defaults | settings))
-    workload = read_workload(asked.workload, asked.requests, asked.seed)
+    workload = read_workload(asked.workload, len(REQUESTS), asked.seed)
     started = perf_counter() - late_by
-    comparing = Comparing(source or FakeSource(), asked, workload, started=started)
-    return await comparing.run(on_progress, on_result)
+    under_way = Comparing(source or FakeSource(), asked, workload, started=started)
+    return await under_way.run(on_progress, on_result)
 
 
 async def test_every_candidate_serves_every_request_in_every_round() -> None:
@@ -169,6 +170,41 @@ async def test_no_round_is_begun_that_would_end_too_late() -> None:
     found = await compared(seconds=3600, late_by=3599.999, rounds=3)
     assert found.state == "out of time"
     assert sum(len(result.runs) for result in found.results) < 3 * 4
+
+
+@pytest.mark.parametrize(
+    ("seconds", "late_by", "expected"),
+    [(None, 0.0, 20), (10.0**6, 0.0, 40), (100.0, 100.0, 6)],
+    ids=["no limit", "time enough", "no time"],
+)
+async def test_as_many_requests_as_there_is_time_for(
+    seconds: float | None, late_by: float, expected: int
+) -> None:
+    """Never so few that there is nothing to compare."""
+    settings = ComparisonSettings(
+        allocators=["fixed"], block_sizes=[8], max_model_len=64, scale=1.0, seconds=seconds
+    )
+    workload = read_workload(REQUESTS * 5, 40, 0)
+    started = perf_counter() - late_by
+    fitting = await as_many_as_fit(FakeSource(), settings, workload, started=started)
+    assert fitting.requests == workload.requests[:expected]
+
+
+async def test_time_is_shared_by_all_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six requests took a second: 30 runs in 90 seconds have 3 each, and 0.7 of that is used."""
+
+    async def a_second(_self: Comparing) -> float:
+        return 1.0
+
+    monkeypatch.setattr(Comparing, "one_run", a_second)
+    monkeypatch.setattr(comparing, "perf_counter", lambda: 100.0)
+    settings = ComparisonSettings(
+        allocators=["fixed", "contiguous"], block_sizes=[1, 2, 4, 8, 16], max_model_len=64,
+        scale=1.0, seconds=90.0, rounds=3,
+    )  # fmt: skip
+    workload = read_workload(REQUESTS * 5, 40, 0)
+    fitting = await as_many_as_fit(FakeSource(), settings, workload, started=100.0)
+    assert len(fitting.requests) == 12
 
 
 async def test_a_comparison_that_is_cancelled_leaves_no_engine() -> None:

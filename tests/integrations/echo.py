@@ -75,14 +75,17 @@ class EchoRunner:
 
     Attributes:
         gate: open unless a test holds it.
+        adapters: numbers of the adapters that sequences came with.
     """
 
     def __init__(self, geometry: PoolGeometry = GEOMETRY, *, free_steps: int | None = None) -> None:
         self.gate = Gate(free_steps)
+        self.adapters: set[int] = set()
         self._fake = FakeRunner(geometry, next_token=echo)
 
     def execute(self, plan: StepPlan) -> StepResult:
         self.gate.pass_through()
+        self.adapters.update(() if plan.adapters is None else plan.adapters.tolist())
         return self._fake.execute(plan)
 
     def close(self) -> None:
@@ -93,10 +96,13 @@ def echo_engine(
     runner: EchoRunner | None = None,
     tokenizer: Any = None,
     geometry: PoolGeometry = GEOMETRY,
+    adapters: tuple[str, ...] = (),
     **settings: Any,
 ) -> AsyncEngine:
     """An engine over `echo`."""
-    model = EngineModel("echo", VOCAB_SIZE, (END,), tokenizer or AsciiTokenizer())
+    model = EngineModel(
+        "echo", VOCAB_SIZE, (END,), tokenizer or AsciiTokenizer(), adapters=adapters
+    )
     return AsyncEngine.from_runner(runner or EchoRunner(geometry), geometry, model, **settings)
 
 

@@ -9,8 +9,9 @@ import pytest
 from starlette.types import ASGIApp
 
 from kvpage.integrations.asgi import openai_app
+from kvpage.sequence import NO_ADAPTER
 from tests.engine.scenes import BACKENDS
-from tests.integrations.echo import echo_engine
+from tests.integrations.echo import EchoRunner, echo_engine
 
 CHAT: dict[str, Any] = {"model": "echo", "messages": [{"role": "user", "content": "Hello"}]}
 
@@ -44,18 +45,29 @@ def in_django(mounted: ASGIApp) -> Any:
     if not settings.configured:
         # One process has one Django: the URLs are those of the example, should its test come later.
         settings.configure(SECRET_KEY="for tests", ALLOWED_HOSTS=["*"], ROOT_URLCONF="django_app")
-    django = get_asgi_application()
+    return by_path(mounted, get_asgi_application())
 
+
+def in_quart(mounted: ASGIApp) -> Any:
+    """Around the app that Quart is, as its documentation has it for middleware."""
+    from quart import Quart
+
+    app = Quart("host")
+    app.asgi_app = by_path(mounted, app.asgi_app)  # type: ignore[method-assign]
+    return app
+
+
+def by_path(mounted: ASGIApp, host: Any) -> Any:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         if scope["path"].startswith("/llm/"):
             await mounted({**scope, "root_path": "/llm"}, receive, send)
         else:
-            await django(scope, receive, send)
+            await host(scope, receive, send)
 
     return app
 
 
-@pytest.mark.parametrize("host", [in_starlette, in_fastapi, in_litestar, in_django])
+@pytest.mark.parametrize("host", [in_starlette, in_fastapi, in_litestar, in_quart, in_django])
 async def test_inside_of_a_host(host: Callable[[ASGIApp], Any]) -> None:
     """Answers, whole and streamed, and errors are its own; the host closes the engine."""
     async with echo_engine() as engine:
@@ -147,3 +159,21 @@ async def test_the_app_leaves_the_engine_open() -> None:
         assert threading.active_count() == before
         await check(in_starlette(openai_app(engine)))
         assert engine.health().state == "running"
+
+
+async def test_adapters_are_models_of_their_own() -> None:
+    """By their names, but for one that a model has already."""
+    runner = EchoRunner()
+    engine = echo_engine(runner, adapters=("polite", "echo"))
+    transport = httpx.ASGITransport(openai_app(engine))
+    async with engine, httpx.AsyncClient(transport=transport, base_url="http://host") as client:
+        models = (await client.get("/v1/models")).json()["data"]
+        assert [(model["id"], model.get("parent")) for model in models] == [
+            ("echo", None),
+            ("polite", "echo"),
+        ]
+        assert (await client.post("/v1/chat/completions", json=CHAT)).status_code == 200
+        assert runner.adapters <= {NO_ADAPTER}
+        polite = await client.post("/v1/chat/completions", json={**CHAT, "model": "polite"})
+        assert polite.json()["model"] == "polite"
+        assert runner.adapters >= {0}

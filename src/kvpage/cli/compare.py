@@ -34,7 +34,10 @@ def compare(
     model: options.Model = None,
     allocator: options.Allocators = None,
     block_size: options.BlockSizes = None,
-    requests: Annotated[int, typer.Option(help="How many requests of the workload.")] = 20,
+    requests: Annotated[
+        int | None,
+        typer.Option(help="How many requests of the workload. [default: as many as fit]"),
+    ] = None,
     scale: Annotated[
         float | None,
         typer.Option(help="Multiplies lengths. [default: mean is a quarter of max-model-len]"),

@@ -18,6 +18,11 @@ from kvpage.engine import AsyncEngine
 from kvpage.errors import sentence_of
 from kvpage.stats import EngineStatistics
 
+USUAL_REQUESTS = 20
+FEWEST_REQUESTS, MOST_REQUESTS = 6, 40
+SHARE_OF_TIME = 0.7
+"""Some candidates are slower than the one that was tried."""
+
 WARM_UP_REQUESTS = 4
 WARM_UP_TOKENS = 8
 
@@ -67,12 +72,38 @@ async def compare(
     started = perf_counter()
     chosen = ComparisonSettings(**settings)
     chosen.candidates()
-    read = partial(read_workload, chosen.workload, chosen.requests, chosen.seed)
+    most = chosen.requests or MOST_REQUESTS
+    read = partial(read_workload, chosen.workload, most, chosen.seed)
     workload = await anyio.to_thread.run_sync(read)
     load = partial(open_source, model, dtype=dtype, device=device, cache_dir=cache_dir)
     source = await anyio.to_thread.run_sync(load, abandon_on_cancel=True)
+    if chosen.requests is None:
+        workload = await as_many_as_fit(source, chosen, workload, started=started)
     comparing = Comparing(source, chosen, workload, started=started)
     return await comparing.run(on_progress, on_result)
+
+
+async def as_many_as_fit(
+    source: EngineSource, settings: ComparisonSettings, workload: Workload, *, started: float
+) -> Workload:
+    """The first requests of a workload, as many as all rounds have time for, by a try of a few.
+
+    Args:
+        source: opens the engines.
+        settings: what is asked.
+        workload: as read, not scaled yet.
+        started: when the comparison began, by `perf_counter`.
+    """
+    if settings.seconds is None:
+        return workload.first(USUAL_REQUESTS)
+    few = workload.first(FEWEST_REQUESTS)
+    took_s = await Comparing(source, settings, few, started=started).one_run()
+    if took_s is None:
+        return few
+    runs = len(settings.candidates()) * settings.rounds
+    left_s = settings.seconds - (perf_counter() - started)
+    fitting = int(SHARE_OF_TIME * left_s / runs * len(few.requests) / took_s)
+    return workload.first(min(max(fitting, FEWEST_REQUESTS), MOST_REQUESTS))
 
 
 @attrs.define(eq=False)
@@ -141,6 +172,13 @@ class Comparing:
                 return self._comparison("out of time")
             round_began = now
         return self._comparison("complete")
+
+    async def one_run(self) -> float | None:
+        """Seconds that the first candidate takes for the requests; None if it fails."""
+        await self._warm_up()
+        began = perf_counter()
+        run = await self._attempt(self._entries[0], self._job, lambda _stats, _finished: None)
+        return None if run is None else perf_counter() - began
 
     def _late(self, needed_s: float) -> bool:
         """Would something that takes `needed_s` end too late?"""

@@ -95,7 +95,8 @@ class ComparisonSettings:
         block_sizes: tokens per block.
         workload: the name of a workload (`"chat"`, `"code"`, `"summarise"`, `"reasoning"`,
             `"agent"`), the path of a trace as `kvpage simulate` reads it, or requests.
-        requests: how many of the workload's first requests to send.
+        requests: how many of the workload's first requests to send; None takes as many as all
+            rounds have time for by a first try, 6 to 40 of them, and 20 without a limit of time.
         scale: every length is multiplied by this; None takes what makes the mean request a quarter
             of `max_model_len` long, and never more than 1.
         rate: requests per second on average, their gaps as in the workload; None sends all at once.
@@ -121,7 +122,7 @@ class ComparisonSettings:
         default=(8, 16, 32, 64), converter=_several, validator=_sizes
     )
     workload: str | Path | Sequence[TraceRequest] = "chat"
-    requests: int = attrs.field(default=20, validator=_whole(1))
+    requests: int | None = attrs.field(default=None, validator=_whole(1))
     scale: float | None = attrs.field(default=None, validator=_positive)
     rate: float | None = attrs.field(default=None, validator=_positive)
     max_model_len: int | None = attrs.field(default=None, validator=_whole(2))

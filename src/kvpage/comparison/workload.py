@@ -43,6 +43,10 @@ class Workload:
         """Tokens of all outputs."""
         return sum(request.output_tokens for request in self.requests)
 
+    def first(self, count: int) -> "Workload":
+        """The first so many requests."""
+        return attrs.evolve(self, requests=self.requests[:count])
+
     def scaled(self, scale: float | None, longest: int) -> "Workload":
         """The same requests with every length multiplied, and without those too long.
 

@@ -84,7 +84,8 @@ def openai_app(
 
     Args:
         engines: an engine, served under its model's name, or several by the names that requests
-            call them by. Not closed by the app.
+            call them by. Not closed by the app. An engine's adapters are models of their own, under
+            their names; where a name is taken already, that model keeps it.
         api_keys: who brings one of these as bearer token may use `/v1`; none: everybody may.
         cors_origins: origins whose web pages may call; `"*"` for all.
         limits: of one request.
@@ -121,8 +122,9 @@ class _AnySlash:
 
 
 def _api_routes(engines: Mapping[str, AsyncEngine], limits: Limits) -> list[BaseRoute]:
-    models = _Models(engines)
-    endpoint = partial(_Endpoint, engines=engines, limits=limits)
+    served = _served(engines)
+    models = _Models(served)
+    endpoint = partial(_Endpoint, models=served, limits=limits)
     return [
         Route("/models", models.list),
         Route("/models/{name:path}", models.one),
@@ -130,6 +132,29 @@ def _api_routes(engines: Mapping[str, AsyncEngine], limits: Limits) -> list[Base
         Route("/chat/completions", endpoint(ChatRequest, chat_job), methods=["POST"]),
         Route("/responses", endpoint(ResponseRequest, response_job), methods=["POST"]),
     ]
+
+
+@attrs.frozen
+class _Served:
+    """What the name of a model stands for.
+
+    Attributes:
+        engine: computes.
+        adapter: with this adapter; None: with none.
+        parent: the name of the model that the adapter belongs to.
+    """
+
+    engine: AsyncEngine
+    adapter: str | None = None
+    parent: str | None = None
+
+
+def _served(engines: Mapping[str, AsyncEngine]) -> dict[str, _Served]:
+    served = {name: _Served(engine) for name, engine in engines.items()}
+    for name, engine in engines.items():
+        for adapter in engine.model.adapters:
+            served.setdefault(adapter, _Served(engine, adapter, name))
+    return served
 
 
 def _about_routes(engines: Mapping[str, AsyncEngine]) -> list[BaseRoute]:
@@ -151,7 +176,7 @@ def _about_routes(engines: Mapping[str, AsyncEngine]) -> list[BaseRoute]:
         return json_response({"engines": [snapshot.document() for snapshot in found]})
 
     async def document(_request: Request) -> Response:
-        return json_response(openapi_document([*engines]))
+        return json_response(openapi_document([*_served(engines)]))
 
     return [
         Route("/health", partial(_health, engines)),
@@ -164,28 +189,30 @@ def _about_routes(engines: Mapping[str, AsyncEngine]) -> list[BaseRoute]:
 class _Models:
     """What there is to choose from."""
 
-    def __init__(self, engines: Mapping[str, AsyncEngine]) -> None:
-        self._engines = engines
+    def __init__(self, served: Mapping[str, _Served]) -> None:
+        self._served = served
         self._created = int(time.time())
 
     async def list(self, _request: Request) -> Response:
-        models = [self._about(name) for name in self._engines]
+        models = [self._about(name) for name in self._served]
         return json_response({"object": "list", "data": models})
 
     async def one(self, request: Request) -> Response:
         name = request.path_params["name"]
-        if name not in self._engines:
-            return _no_such_model(name, self._engines).response()
+        if name not in self._served:
+            return _no_such_model(name, self._served).response()
         return json_response(self._about(name))
 
     def _about(self, name: str) -> dict[str, Any]:
-        return {
+        served = self._served[name]
+        about = {
             "id": name,
             "object": "model",
             "created": self._created,
             "owned_by": "kvpage",
-            "max_model_len": self._engines[name].geometry.max_model_len,
+            "max_model_len": served.engine.geometry.max_model_len,
         }
+        return about if served.parent is None else {**about, "parent": served.parent}
 
 
 class _Endpoint:
@@ -196,12 +223,12 @@ class _Endpoint:
         body: type[GenerationRequest],
         open_job: OpenJob,
         *,
-        engines: Mapping[str, AsyncEngine],
+        models: Mapping[str, _Served],
         limits: Limits,
     ) -> None:
         self._body = body
         self._open_job = open_job
-        self._engines = engines
+        self._models = models
         self._limits = limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -240,10 +267,11 @@ class _Endpoint:
             raise invalid_body(error) from None
 
     async def _answer(self, request: GenerationRequest, exchange: "_Exchange") -> Response | None:
-        engine = self._engines.get(request.model)
-        if engine is None:
-            raise _no_such_model(request.model, self._engines)
-        exchange.job = await self._open_job(request, engine)
+        served = self._models.get(request.model)
+        if served is None:
+            raise _no_such_model(request.model, self._models)
+        job = await self._open_job(request, served.engine)
+        exchange.job = attrs.evolve(job, adapter=served.adapter)
         return await exchange.job.run(exchange.events)
 
 
@@ -273,8 +301,8 @@ def _log_fault(error: Exception) -> None:
     logger.error("a request failed by %s\n%s", type(error).__name__, frames)
 
 
-def _no_such_model(name: str, engines: Mapping[str, AsyncEngine]) -> ApiError:
-    known = ", ".join(map(repr, engines))
+def _no_such_model(name: str, served: Mapping[str, _Served]) -> ApiError:
+    known = ", ".join(map(repr, served))
     return ApiError(
         status=404,
         message=f"there is no model {name!r}; this server has {known}",

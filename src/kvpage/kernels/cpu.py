@@ -1,12 +1,13 @@
 """Paged attention on the CPU, compiled by numba and run on torch's own threads."""
 
 import threading
+from typing import Any
 
 import torch
 
 from kvpage.kernels import cpu_rows, cpu_threads
 from kvpage.kernels.cpu_kernel import STORED_AS, Job, kernel
-from kvpage.kernels.cpu_plan import Shape, plan_step
+from kvpage.kernels.cpu_plan import Plan, Shape, plan_step
 from kvpage.kernels.quantisation import quantised
 from kvpage.kernels.work import AttentionBatch
 
@@ -33,28 +34,52 @@ def paged_attention(
         ValueError: the pools are quantised, of two types, or not contiguous within a head; or the
             shapes do not belong together.
     """
-    _check_pools(k_pool, v_pool, kv_scales)
-    _check_shapes(q, k_pool, v_pool, batch, out)
+    _check_scales(k_pool, v_pool, kv_scales)
     queries = _with_whole_heads(q.float())
     result = out if out is not None and _is_writable(out) else _new_output(q, v_pool)
-    shape = Shape(
-        q.shape[1], k_pool.shape[1], q.shape[2], v_pool.shape[2], window,
-        torch.get_num_threads(), threading.get_ident(),
-    )  # fmt: skip
-    plan = batch.planned(shape, lambda: plan_step(batch, shape))
+    threads = torch.get_num_threads()
+    window_and_threads = (window, threads, threading.get_ident())
+    # Layers of one step that look alike share a plan, and what it takes to check and lay it out.
+    key = (*map(_layout, (queries, k_pool, v_pool, result)), *window_and_threads)
+    plan = batch.planned(key, lambda: _plan(batch, queries, k_pool, v_pool, result, key))
+    job = plan.job
+    job.q, job.k, job.v, job.out = (x.data_ptr() for x in (queries, k_pool, v_pool, result))
     per_head = [None if x is None else x.float().contiguous() for x in (sinks, alibi_slopes)]
-    _point_at(plan.job, queries, k_pool, v_pool, result)
-    plan.job.sinks, plan.job.alibi_slopes = (_address(x) for x in per_head)
-    plan.job.scale, plan.job.softcap = scale, softcap
-    plan.counters[:] = 0
-    threads = 1 if plan.job.num_items == 1 else shape.num_threads
-    cpu_threads.run(kernel(k_pool.dtype).address, plan.job, threads)
+    job.sinks, job.alibi_slopes = (0 if x is None else x.data_ptr() for x in per_head)
+    job.scale, job.softcap = scale, softcap
+    plan.counters.fill(0)
+    cpu_threads.run(kernel(k_pool.dtype).address, job, 1 if job.num_items == 1 else threads)
     if out is None:
-        return result.to(q.dtype)
+        return result if q.dtype == torch.float32 else result.to(q.dtype)
     return out if result is out else out.copy_(result)
 
 
-def _check_pools(
+def _layout(x: torch.Tensor) -> tuple[Any, ...]:
+    return x.shape, x.stride(), x.dtype
+
+
+def _plan(
+    batch: AttentionBatch,
+    q: torch.Tensor,
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+    out: torch.Tensor,
+    key: tuple[Any, ...],
+) -> Plan:
+    """The items of a step for layers of one layout; a plan for each layout and thread.
+
+    Raises:
+        ValueError: the shapes do not belong together.
+    """
+    _check_shapes(q, k_pool, v_pool, batch, out)
+    window, threads, ident = key[-3:]
+    heads = (q.shape[1], k_pool.shape[1], q.shape[2], v_pool.shape[2])
+    plan = plan_step(batch, Shape(*heads, window, threads, ident))
+    _set_strides(plan.job, q, k_pool, v_pool, out)
+    return plan
+
+
+def _check_scales(
     k_pool: torch.Tensor,
     v_pool: torch.Tensor,
     kv_scales: tuple[torch.Tensor, torch.Tensor] | None,
@@ -65,11 +90,6 @@ def _check_pools(
             "the CPU kernel reads K and V pools of one type, float32, bfloat16 or float16, without "
             f"scales; these are {k_pool.dtype} and {v_pool.dtype} {scales} scales"
         )
-    if k_pool.stride(2) != 1 or v_pool.stride(2) != 1:
-        raise ValueError(
-            "the numbers of a head must be adjacent in the pools; they are "
-            f"{k_pool.stride(2)} apart in K and {v_pool.stride(2)} in V"
-        )
 
 
 def _check_shapes(
@@ -77,17 +97,22 @@ def _check_shapes(
     k_pool: torch.Tensor,
     v_pool: torch.Tensor,
     batch: AttentionBatch,
-    out: torch.Tensor | None,
+    out: torch.Tensor,
 ) -> None:
     """Refuse what would make the kernel read or write where it must not."""
+    if k_pool.stride(2) != 1 or v_pool.stride(2) != 1:
+        raise ValueError(
+            "the numbers of a head must be adjacent in the pools; they are "
+            f"{k_pool.stride(2)} apart in K and {v_pool.stride(2)} in V"
+        )
     num_tokens, query_heads, k_dims = q.shape
     slots, kv_heads, v_dims = v_pool.shape
     wanted = (num_tokens, query_heads, v_dims)
     if (
         k_pool.shape != (slots, kv_heads, k_dims)
         or query_heads % kv_heads
-        or num_tokens != batch.planned("num_tokens", lambda: batch.num_tokens)
-        or (out is not None and out.shape != wanted)
+        or num_tokens != batch.num_tokens
+        or out.shape != wanted
     ):
         raise ValueError(
             f"a batch of {batch.num_tokens} queries, q of {tuple(q.shape)}, pools of "
@@ -109,15 +134,9 @@ def _new_output(q: torch.Tensor, v_pool: torch.Tensor) -> torch.Tensor:
     return torch.empty(q.shape[0], q.shape[1], v_pool.shape[2], dtype=torch.float32)
 
 
-def _address(x: torch.Tensor | None) -> int:
-    return 0 if x is None else x.data_ptr()
-
-
-def _point_at(
+def _set_strides(
     job: Job, q: torch.Tensor, k_pool: torch.Tensor, v_pool: torch.Tensor, out: torch.Tensor
 ) -> None:
-    """Give a job its tensors."""
-    job.q, job.k, job.v, job.out = (x.data_ptr() for x in (q, k_pool, v_pool, out))
     stored_bytes = k_pool.element_size()
     job.k_slot_bytes = k_pool.stride(0) * stored_bytes
     job.k_head_bytes = k_pool.stride(1) * stored_bytes

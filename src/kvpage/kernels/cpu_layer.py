@@ -6,8 +6,8 @@ is one `Program`.
 """
 
 import threading
-from typing import TypeAlias
-from weakref import WeakKeyDictionary
+from itertools import accumulate, pairwise
+from typing import Any, TypeAlias
 
 import torch
 
@@ -51,6 +51,7 @@ class LayerKernel:
         self.heads = heads
         panels = (qkv, out, gate_up, down)
         self.shape = tuple((each.inputs, each.padded_outputs) for each in panels)
+        self._thread = threading.local()
 
     def before_attention(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
@@ -59,30 +60,20 @@ class LayerKernel:
 
         Args:
             x: `float32[T, hidden]`, contiguous.
-            cos: `float32[T, R]`, of positions; both halves of it.
+            cos: `float32[T, R]`, of positions, contiguous; both halves of it.
             sin: likewise.
 
         Returns:
             Q, K and V, `[T, heads, dim]` each, which this thread's next call overwrites.
         """
-        cos, sin = cos.contiguous(), sin.contiguous()
         num_rows = x.shape[0]
-        space = _workspace(self, num_rows)
-        program, _ = space.programs(self)
-        program.set_rows(num_rows)
-        norm, _, rotation = program.jobs
+        programs = self._programs(num_rows)
+        norm, _, rotation = programs.before.jobs
         norm.source = x.data_ptr()
         rotation.cos, rotation.sin = cos.data_ptr(), sin.data_ptr()
         rotation.rotary_dim, rotation.table_row_bytes = cos.shape[1], cos.shape[1] * 4
-        program.run()
-        q, k, v = self.heads
-        rows = space.qkv[:num_rows]
-        q_end, k_end = q[0] * q[1], q[0] * q[1] + k[0] * k[1]
-        return (
-            rows[:, :q_end].view(-1, *q),
-            rows[:, q_end:k_end].view(-1, *k),
-            rows[:, k_end : k_end + v[0] * v[1]].view(-1, *v),
-        )
+        programs.before.run(num_rows)
+        return programs.space.heads(self.heads, num_rows)
 
     def after_attention(self, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """Project, add, norm, and the MLP.
@@ -96,73 +87,67 @@ class LayerKernel:
         """
         attended = attended.contiguous()
         num_rows = x.shape[0]
-        space = _workspace(self, num_rows)
-        _, program = space.programs(self)
-        program.set_rows(num_rows)
+        program = self._programs(num_rows).after
         result = torch.empty_like(x)
         out, first_sum, norm, _, _, _, last_sum = program.jobs
         out.source = attended.data_ptr()
         first_sum.addend = x.data_ptr()
         first_sum.result = norm.source = last_sum.addend = last_sum.result = result.data_ptr()
-        program.run()
+        program.run(num_rows)
         return result
 
+    def _programs(self, num_rows: int) -> "_Programs":
+        """This thread's, over a space of at least so many rows and less than twice as many."""
+        capacity = 1 << max(0, num_rows - 1).bit_length()
+        made: _Programs | None = getattr(self._thread, "programs", None)
+        if made is None or made.space.capacity != capacity:
+            made = self._thread.programs = _Programs(self, _workspace(self, capacity))
+        return made
 
-class _Workspace:
-    """What lies between the passes of a layer, for layers of one shape and up to so many rows."""
 
-    def __init__(self, kernel: LayerKernel, capacity: int) -> None:
-        hidden = kernel.qkv.inputs
+class _Programs:
+    """A layer's passes over a workspace; sources and results outside of it are set for each call.
 
-        def rows(width: int) -> torch.Tensor:
-            return torch.empty(capacity, width)
+    Attributes:
+        space: what lies between the passes.
+        before: norm, product, rotation.
+        after: product, sum, norm, product, gate, product, sum.
+    """
 
-        self.normed = rows(hidden)
-        self.qkv = rows(kernel.qkv.padded_outputs)
-        self.projected = rows(max(kernel.out.padded_outputs, kernel.down.padded_outputs))
-        self.gate_up = rows(kernel.gate_up.padded_outputs)
-        self.gated = rows(kernel.down.inputs)
-        self._programs: WeakKeyDictionary[LayerKernel, tuple[Program, Program]] = (
-            WeakKeyDictionary()
-        )
-
-    def programs(self, kernel: LayerKernel) -> tuple[Program, Program]:
-        """Before and after attention; sources and results outside of this space are to be set."""
-        found = self._programs.get(kernel)
-        if found is None:
-            found = Program(self._before(kernel)), Program(self._after(kernel))
-            self._programs[kernel] = found
-        return found
+    def __init__(self, kernel: LayerKernel, space: "_Workspace") -> None:
+        self.space = space
+        self.before = Program(self._before(kernel))
+        self.after = Program(self._after(kernel))
 
     def _before(self, kernel: LayerKernel) -> list[Job]:
         (num_q, head_dim), (num_k, _), _ = kernel.heads
         rotation = job(
             ROTATE, 0, bytes_per_row=8 * (num_q + num_k) * head_dim,
             num_heads=num_q + num_k, head_dim=head_dim,
-            source=self.qkv.data_ptr(), source_row_bytes=self.qkv.shape[1] * 4,
+            source=self.space.qkv.data_ptr(), source_row_bytes=self.space.qkv.shape[1] * 4,
         )  # fmt: skip
         return [
             self._norm(kernel, 0),
-            _product(kernel.qkv, self.normed, self.qkv),
+            _product(kernel.qkv, self.space.normed, self.space.qkv),
             rotation,
         ]
 
     def _after(self, kernel: LayerKernel) -> list[Job]:
         width = kernel.down.inputs
-        out = _product(kernel.out, None, self.projected)
+        out = _product(kernel.out, None, self.space.projected)
         out.source_row_bytes = kernel.out.inputs * 4
         gate = job(
             GATE, 0, bytes_per_row=12 * width, width=width,
-            source=self.gate_up.data_ptr(), source_row_bytes=self.gate_up.shape[1] * 4,
-            result=self.gated.data_ptr(), result_row_bytes=width * 4,
+            source=self.space.gate_up.data_ptr(), source_row_bytes=self.space.gate_up.shape[1] * 4,
+            result=self.space.gated.data_ptr(), result_row_bytes=width * 4,
         )  # fmt: skip
         return [
             out,
             self._sum(kernel),
             self._norm(kernel, 1),
-            _product(kernel.gate_up, self.normed, self.gate_up),
+            _product(kernel.gate_up, self.space.normed, self.space.gate_up),
             gate,
-            _product(kernel.down, self.gated, self.projected),
+            _product(kernel.down, self.space.gated, self.space.projected),
             self._sum(kernel),
         ]
 
@@ -172,16 +157,48 @@ class _Workspace:
         return job(
             NORM, 0, bytes_per_row=2 * row_bytes, width=len(weight), weight=weight.data_ptr(),
             eps=eps, source_row_bytes=row_bytes,
-            result=self.normed.data_ptr(), result_row_bytes=row_bytes,
+            result=self.space.normed.data_ptr(), result_row_bytes=row_bytes,
         )  # fmt: skip
 
     def _sum(self, kernel: LayerKernel) -> Job:
-        width = kernel.qkv.inputs
+        width, projected = kernel.qkv.inputs, self.space.projected
         return job(
             ADD, 0, bytes_per_row=12 * width, width=width, addend_row_bytes=width * 4,
-            source=self.projected.data_ptr(), source_row_bytes=self.projected.shape[1] * 4,
+            source=projected.data_ptr(), source_row_bytes=projected.shape[1] * 4,
             result_row_bytes=width * 4,
         )  # fmt: skip
+
+
+class _Workspace:
+    """What lies between the passes of a layer, for layers of one shape and up to so many rows."""
+
+    def __init__(self, kernel: LayerKernel, capacity: int) -> None:
+        def rows(width: int) -> torch.Tensor:
+            return torch.empty(capacity, width)
+
+        self.capacity = capacity
+        self.normed = rows(kernel.qkv.inputs)
+        self.qkv = rows(kernel.qkv.padded_outputs)
+        self.projected = rows(max(kernel.out.padded_outputs, kernel.down.padded_outputs))
+        self.gate_up = rows(kernel.gate_up.padded_outputs)
+        self.gated = rows(kernel.down.inputs)
+        self._heads: tuple[Any, tuple[torch.Tensor, ...]] = (None, ())
+
+    def heads(
+        self, shapes: tuple[Heads, Heads, Heads], num_rows: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Q, K and V as they lie in `qkv`."""
+        key = (shapes, num_rows)
+        if self._heads[0] != key:
+            ends = list(accumulate((number * dim for number, dim in shapes), initial=0))
+            rows = self.qkv[:num_rows]
+            views = (
+                rows[:, begin:end].view(-1, *heads)
+                for heads, (begin, end) in zip(shapes, pairwise(ends), strict=True)
+            )
+            self._heads = key, tuple(views)
+        q, k, v = self._heads[1]
+        return q, k, v
 
 
 def _product(panels: Panels, source: torch.Tensor | None, result: torch.Tensor) -> Job:
@@ -195,9 +212,8 @@ def _product(panels: Panels, source: torch.Tensor | None, result: torch.Tensor) 
 _thread = threading.local()
 
 
-def _workspace(kernel: LayerKernel, num_rows: int) -> _Workspace:
-    """This thread's space for layers of this shape and at least so many rows."""
-    capacity = 1 << max(0, num_rows - 1).bit_length()
+def _workspace(kernel: LayerKernel, capacity: int) -> _Workspace:
+    """This thread's space for layers of this shape and so many rows."""
     key = (capacity, kernel.shape)
     if getattr(_thread, "key", None) != key:
         _thread.key, _thread.space = key, _Workspace(kernel, capacity)

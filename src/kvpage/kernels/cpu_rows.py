@@ -78,6 +78,7 @@ class _Passes(ctypes.Structure):
     Attributes:
         jobs: address of the first.
         num_jobs: how many there are.
+        num_rows: what each of them is over.
         parallel: address of `GOMP_parallel`.
         entry: address of the kernel that does one job.
         threads: how many share a large job.
@@ -86,7 +87,15 @@ class _Passes(ctypes.Structure):
 
     _fields_ = [
         (name, ctypes.c_int64)
-        for name in ("jobs", "num_jobs", "parallel", "entry", "threads", "threaded_bytes")
+        for name in (
+            "jobs",
+            "num_jobs",
+            "num_rows",
+            "parallel",
+            "entry",
+            "threads",
+            "threaded_bytes",
+        )
     ]
 
 
@@ -288,6 +297,9 @@ def _conductor() -> Any:
         for i in range(passes.num_jobs):
             job = jobs[i]
             job.next_item = 0
+            job.num_rows = passes.num_rows
+            if job.operation != PRODUCT:
+                job.num_items = passes.num_rows
             num_bytes = job.bytes_per_row * job.num_rows + job.other_bytes
             if passes.threads == 1 or num_bytes < passes.threaded_bytes:
                 _work(job)
@@ -353,19 +365,16 @@ class Program:
             entry=_kernel().address,
         )
 
-    def set_rows(self, num_rows: int) -> None:
-        """Give every pass so many rows."""
-        for each in self.jobs:
-            set_rows(each, num_rows)
-
-    def run(self) -> None:
-        """Run all passes on torch's threads."""
+    def run(self, num_rows: int) -> None:
+        """Run all passes over so many rows, on torch's threads."""
         passes = self._passes
         if not passes.parallel:
             for each in self.jobs:
                 each.next_item = 0
+                set_rows(each, num_rows)
                 _run(each)
             return
+        passes.num_rows = num_rows
         passes.threads, passes.threaded_bytes = torch.get_num_threads(), THREADED_BYTES
         cpu_threads.run(_conductor().address, passes, 1)
 
@@ -530,29 +539,37 @@ def write(stored: Sequence[tuple[torch.Tensor, torch.Tensor]], slots: torch.Tens
         slots: `int64[T]`; a token whose slot is -1 is not stored.
     """
     slots = slots.contiguous()
-    num_rows, at = slots.shape[0], slots.data_ptr()
-    program = _writer()
+    program = _writer(stored, slots)
+    at = slots.data_ptr()
     for made, (rows, pool) in zip(program.jobs, stored, strict=True):
-        _fit(
-            rows.shape[1:] == pool.shape[1:] and rows.shape[0] == num_rows
-            and slots.dtype == torch.int64,
-            rows, pool, slots,
-        )  # fmt: skip
-        width = rows.shape[1] * rows.shape[2]
-        made.operation, made.width, made.bytes_per_row = _WRITERS[pool.dtype], width, 8 * width
         made.slots, made.source, made.result = at, rows.data_ptr(), pool.data_ptr()
-        made.source_row_bytes = rows.stride(0) * 4
-        made.result_row_bytes = pool.stride(0) * pool.element_size()
-        set_rows(made, num_rows)
-    program.run()
+    program.run(slots.shape[0])
 
 
 _thread = threading.local()
 
 
-def _writer() -> Program:
-    """This thread's program of two passes that write."""
-    program: Program | None = getattr(_thread, "writer", None)
-    if program is None:
-        program = _thread.writer = Program([job(WRITE, 0), job(WRITE, 0)])
+def _writer(stored: Sequence[tuple[torch.Tensor, torch.Tensor]], slots: torch.Tensor) -> Program:
+    """This thread's program for tensors of such shapes and strides: the same in most layers."""
+    key = (slots.shape, slots.dtype, *(
+        (x.shape, x.stride(), x.dtype) for each in stored for x in each
+    ))  # fmt: skip
+    if getattr(_thread, "writer_key", None) != key:
+        _thread.writer = Program([_write_job(*each, slots) for each in stored])
+        _thread.writer_key = key
+    program: Program = _thread.writer
     return program
+
+
+def _write_job(rows: torch.Tensor, pool: torch.Tensor, slots: torch.Tensor) -> Job:
+    _fit(
+        rows.shape[1:] == pool.shape[1:] and rows.shape[:1] == slots.shape
+        and slots.dtype == torch.int64,
+        rows, pool, slots,
+    )  # fmt: skip
+    width = rows.shape[1] * rows.shape[2]
+    return job(
+        _WRITERS[pool.dtype], 0, width=width, bytes_per_row=8 * width,
+        source_row_bytes=rows.stride(0) * 4,
+        result_row_bytes=pool.stride(0) * pool.element_size(),
+    )  # fmt: skip

@@ -47,6 +47,7 @@ class Job:
         prompts: to be continued, all with the same parameters.
         params: how.
         answer: gives it its shape.
+        adapter: of the engine, by name.
     """
 
     engine: AsyncEngine
@@ -54,6 +55,7 @@ class Job:
     prompts: Sequence[Prompt]
     params: SamplingParams
     answer: Answer
+    adapter: str | None = None
 
     async def run(self, events: EventStream) -> Response | None:
         """Generate.
@@ -89,6 +91,7 @@ class Job:
             request_id=f"{self.answer.id}-{index}" if several else self.answer.id,
             priority=self.request.priority or 0,
             salt=self.request.salt(),
+            adapter=self.adapter,
         )
 
     async def _send(self, streams: Sequence[TokenStream], events: EventStream) -> None:

@@ -1,0 +1,145 @@
+"""A decoder layer in two calls, against the same in float64."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch.nn import functional as F  # noqa: N812
+
+from kvpage.kernels import cpu_rows, cpu_threads
+from kvpage.kernels.cpu_layer import LayerKernel
+from kvpage.kernels.cpu_product import Panels, Room
+
+HIDDEN, WIDTH, ROTARY = 70, 150, 12
+Q, K, V = (6, 20), (2, 20), (2, 24)
+EPS = 1e-5
+
+
+@pytest.fixture(params=[1, 2], ids=["one thread", "two threads"], autouse=True)
+def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every pass on one thread, then every pass on two."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    monkeypatch.setattr(cpu_rows, "THREADED_BYTES", 0)
+    yield
+    torch.set_num_threads(before)
+
+
+class Layer:
+    """A layer with random weights, twice: as a kernel and as formulas."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.random = torch.Generator().manual_seed(seed)
+        num_qkv = sum(heads * dim for heads, dim in (Q, K, V))
+        num_attended = Q[0] * V[1]
+        shapes = [
+            (num_qkv, HIDDEN), (HIDDEN, num_attended), (2 * WIDTH, HIDDEN), (HIDDEN, WIDTH),
+        ]  # fmt: skip
+        self.weights = [self.draw(*shape) / shape[1] ** 0.5 for shape in shapes]
+        self.biases = [self.draw(shape[0]) for shape in shapes]
+        self.norms = [self.draw(HIDDEN), self.draw(HIDDEN)]
+        room = Room(shapes)
+        panels = [
+            Panels.of(weight, bias, room)
+            for weight, bias in zip(self.weights, self.biases, strict=True)
+        ]
+        first, second = self.norms
+        self.kernel = LayerKernel(*panels, norms=((first, EPS), (second, EPS)), heads=(Q, K, V))
+
+    def draw(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=self.random)
+
+    def inputs(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Rows, and cosines and sines of their positions."""
+        cos, sin = self.draw(num_rows, ROTARY), self.draw(num_rows, ROTARY)
+        return self.draw(num_rows, HIDDEN), cos, sin
+
+    def linear(self, which: int, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weights[which].double(), self.biases[which].double())
+
+    def norm(self, which: int, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, (HIDDEN,), self.norms[which].double(), EPS)
+
+    def exact_before(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> list[torch.Tensor]:
+        widths = [heads * dim for heads, dim in (Q, K, V)]
+        parts = torch.split(self.linear(0, self.norm(0, x.double())), widths, dim=1)
+        q, k, v = (p.view(-1, *heads) for p, heads in zip(parts, (Q, K, V), strict=True))
+        for heads in (q, k):
+            turned = heads[..., :ROTARY].clone()
+            first, second = turned.chunk(2, dim=-1)
+            swapped = torch.cat([-second, first], dim=-1)
+            heads[..., :ROTARY] = turned * cos[:, None] + swapped * sin[:, None]
+        return [q, k, v]
+
+    def exact_after(self, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        h = x.double() + self.linear(1, attended.double().flatten(1))
+        gate, up = self.linear(2, self.norm(1, h)).chunk(2, dim=1)
+        return h + self.linear(3, F.silu(gate) * up)
+
+
+def check(layer: Layer, num_rows: int) -> None:
+    x, cos, sin = layer.inputs(num_rows)
+    expected = layer.exact_before(x, cos, sin)
+    for one, other in zip(expected, layer.kernel.before_attention(x, cos, sin), strict=True):
+        torch.testing.assert_close(other, one.float(), rtol=0, atol=3e-5)
+    attended = layer.draw(num_rows, Q[0], V[1])
+    before = x.clone()
+    actual = layer.kernel.after_attention(x, attended)
+    torch.testing.assert_close(actual, layer.exact_after(x, attended).float(), rtol=0, atol=1e-4)
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 2, 7, 64, 300])
+def test_a_layer_is_that_of_float64(num_rows: int) -> None:
+    """Odd widths, biases, heads of V of another dim, a part of each head rotated."""
+    check(Layer(), num_rows)
+
+
+def test_numbers_of_rows_come_and_go() -> None:
+    """What lies between the passes is used again, by other layers too."""
+    layers = [Layer(seed) for seed in range(3)]
+    for num_rows in (5, 8, 1, 9, 3, 64, 2):
+        for layer in layers:
+            check(layer, num_rows)
+
+
+def test_without_openmp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where torch has no GNU OpenMP, one pass after the other is run from here."""
+    monkeypatch.setattr(cpu_threads, "openmp_address", lambda: 0)
+    monkeypatch.setattr(cpu_threads, "_openmp", lambda: None)
+    with ThreadPoolExecutor(1) as fresh:  # a thread that has no programs yet
+        fresh.submit(check, Layer(), 9).result()
+
+
+def test_several_python_threads_share_a_layer() -> None:
+    """As engines that share weights do."""
+    layer = Layer()
+    x, cos, sin = layer.inputs(33)
+    attended = layer.draw(33, Q[0], V[1])
+    expected = layer.kernel.after_attention(x, attended)
+
+    def work(_number: int) -> bool:
+        q, _, _ = layer.kernel.before_attention(x, cos, sin)
+        again = layer.kernel.before_attention(x, cos, sin)[0]
+        return torch.equal(q, again) and torch.equal(
+            expected, layer.kernel.after_attention(x, attended)
+        )
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(work, range(40)))
+
+
+def test_a_layer_that_is_gone_leaves_nothing() -> None:
+    """Workspaces outlive layers, and do not keep them."""
+    import gc
+    import weakref
+
+    layer = Layer()
+    check(layer, 4)
+    seen = weakref.ref(layer.kernel)
+    del layer
+    gc.collect()
+    assert seen() is None
