@@ -244,9 +244,7 @@ async def engine(page: "Page", model: str | None, device: str, seconds: float) -
         "seconds": seconds / 2,
     }
     chat = await kvpage.compare(model, workload="chat", **common)
-    short = await kvpage.compare(
-        model, workload=requests_of_120(40), scale=1.0, **common
-    )
+    short = await kvpage.compare(model, workload=requests_of_120(40), scale=1.0, **common)
     head = [
         "block size",
         "tokens/s",

@@ -31,9 +31,9 @@ from kvpage.sampling import SamplingRows
 
 CONTEXT_TOKENS = 200
 BLOCK_SIZE = 16
-FORMS: dict[str, Callable[[Any, Callable[[Any], None]], bool]] = {
-    "plain": lambda _model, _pack: True,
-    "packed": lambda model, _pack: pack_linears(model.module) is None,
+FORMS: dict[str, Callable[..., bool]] = {
+    "plain": lambda _model, _pack, **_options: True,
+    "packed": lambda model, _pack, **_options: pack_linears(model.module) is None,
     "served": pretrained.accelerate,
 }
 

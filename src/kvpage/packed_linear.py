@@ -20,6 +20,7 @@ PACKED_FOR_ROWS = 64
 """The layout is chosen for so many rows; measured from 1 to 512, it serves all of them best."""
 
 TRIED_ROWS = (1, 4, 16, 64)
+TRIED_WEIGHTS = 2**23
 TRIALS = 3
 
 
@@ -122,6 +123,7 @@ def fastest_form(linear: torch.nn.Linear) -> Form | None:
 
     None is the layer as it is.
     """
+    linear = _part_of(linear)
     forms: list[Form] = [PanelLinear]
     if torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         forms.append(PackedLinear)
@@ -129,6 +131,14 @@ def fastest_form(linear: torch.nn.Linear) -> Form | None:
     for form in forms:
         costs[form] = _cost(form(linear))
     return min(costs, key=lambda form: costs[form])
+
+
+def _part_of(linear: torch.nn.Linear) -> torch.nn.Linear:
+    """The layer, or so many of its outputs that trying them takes no time to speak of."""
+    outputs = min(linear.out_features, max(1, TRIED_WEIGHTS // linear.in_features))
+    part = torch.nn.Linear(linear.in_features, outputs, bias=False, device="meta")
+    part.weight = torch.nn.Parameter(linear.weight.detach()[:outputs], requires_grad=False)
+    return part
 
 
 def _cost(layer: Any) -> float:

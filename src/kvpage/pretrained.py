@@ -115,7 +115,9 @@ def _paged(load: Callable[[], Any], adapters: Sequence[str], weights: Weights | 
     model = PagedModel(load(), adapters)
     if model.device.type != "cpu" or model.dtype != torch.float32:
         return model
-    if accelerate(model, quantise_weights if weights == "int8" else pack_linears):
+    if accelerate(
+        model, quantise_weights if weights == "int8" else pack_linears, exact=weights is None
+    ):
         return model
     if weights == "int8":
         raise ConfigError(

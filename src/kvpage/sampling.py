@@ -412,6 +412,8 @@ def sample(
     """
     import torch
 
+    if len(logits) and not (rows.changed.any() or rows.temperature.any()):
+        return most_likely(logits)
     masks = TokenMasks.of(rows.matchers) if rows.guided.any() else None
     points = torch.from_numpy(uniforms(rows.seed, indices)).to(logits.device)
     tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)

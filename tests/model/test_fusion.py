@@ -127,9 +127,11 @@ def test_a_module_that_computes_something_else_is_left_alone(
 ) -> None:
     """However much its parts look like what is known."""
     model = share_model(family_model("llama"))
-    watched = fusion._watch(model)
+    watched, before = fusion._watch(model)
     monkeypatch.setattr(
-        fusion, "_watch", lambda _: {each: change(use) for each, use in watched.items()}
+        fusion,
+        "_watch",
+        lambda _: ({each: change(use) for each, use in watched.items()}, before),
     )
     fuse(model)
     assert number_of(model, FusedAttention) == 0
