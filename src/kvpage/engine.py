@@ -95,10 +95,11 @@ class AsyncEngine:
             ConfigError: the settings cannot work, or an adapter cannot be read or does not fit.
             PluginError: the allocator is unknown or breaks the rules.
         """
+        from kvpage.kernels.cpu_threads import in_a_thread_that_ends
         from kvpage.model import share_model
 
         name = getattr(model.config, "name_or_path", "") or type(model).__name__
-        shared = share_model(model, adapters)
+        shared = in_a_thread_that_ends(partial(share_model, model, adapters))
         self._open_model(name, shared, tokenizer, EngineConfig(**settings))
 
     @classmethod
@@ -377,6 +378,7 @@ class AsyncEngine:
     def _open_model(self, name: str, model: Any, tokenizer: Any, config: EngineConfig) -> None:
         """Size the pool for a `PagedModel`, and start."""
         from kvpage.kernels import default_backend
+        from kvpage.kernels.cpu_threads import in_a_thread_that_ends
         from kvpage.runner import ModelRunner
 
         kernels = config.attention
@@ -407,7 +409,7 @@ class AsyncEngine:
             graphs=graphs,
             num_swap_blocks=effective.num_swap_blocks,
         )
-        runner.warm_up()
+        in_a_thread_that_ends(runner.warm_up)
         self._start(runner, geometry, about, effective)
 
     def _start(

@@ -20,6 +20,7 @@ from kvpage.attention import ATTENTION_NAME, register_attention
 from kvpage.config import NO_ADAPTERS, Adapters
 from kvpage.errors import ConfigError
 from kvpage.fusion import accelerate
+from kvpage.kernels.cpu_threads import in_a_thread_that_ends
 from kvpage.model import PagedModel, check_supported, model_class_of
 from kvpage.packed_linear import pack_linears
 from kvpage.quantised_linear import check_int8, quantise_weights
@@ -96,7 +97,7 @@ def load_pretrained(
         config = AutoConfig.from_pretrained(folder)
         check_supported(config, model_class_of(config))
         register_attention()
-        paged = _paged(load, tuple(adapters), weights)
+        paged = in_a_thread_that_ends(partial(_paged, load, tuple(adapters), weights))
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except (OSError, ImportError) as error:
         raise ConfigError(f"model {str(source)!r} cannot be loaded: {error}") from error

@@ -186,6 +186,7 @@ def _largest_gaps_ms() -> dict[str, float]:
     return gaps
 
 
+@pytest.mark.slow
 def test_a_gguf_file_is_converted_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """In silence, by its path under its own name; the second start finds what the first made."""
     link = tmp_path / "my-model.gguf"
