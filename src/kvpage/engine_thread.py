@@ -36,6 +36,9 @@ from kvpage.traffic import TrafficRecorder
 
 logger = logging.getLogger("kvpage")
 
+WOKEN_AT_ONCE = 16
+"""Readers that an event loop wakes in one round; all else in it waits for them."""
+
 EXIT_GRACE_S = 5.0
 """How long the end of the process waits for the engine to finish its step."""
 
@@ -331,7 +334,7 @@ class EngineThread:
         wake, self._to_wake = self._to_wake, {}
         for post, mailboxes in wake.items():
             try:
-                post(_Wake(mailboxes))
+                post(_Wake(post, mailboxes))
             except RuntimeError:  # that event loop has ended, and its readers with it
                 self._cancel_readers(post)
 
@@ -478,14 +481,19 @@ class EngineThread:
 
 
 class _Wake:
-    """Wakes the readers of one event loop."""
+    """Wakes the readers of one event loop, a few in each of its rounds: others wait there too."""
 
-    def __init__(self, mailboxes: list[Mailbox]) -> None:
+    def __init__(self, post: Post, mailboxes: list[Mailbox]) -> None:
+        self._post = post
         self._mailboxes = mailboxes
 
     def __call__(self) -> None:
-        for mailbox in self._mailboxes:
+        for mailbox in self._mailboxes[:WOKEN_AT_ONCE]:
             mailbox.wake()
+        rest = self._mailboxes[WOKEN_AT_ONCE:]
+        if rest:
+            with suppress(RuntimeError):  # the event loop is about to end
+                self._post(_Wake(self._post, rest))
 
 
 def _tell_failure(request: Request, error: RequestFailed) -> None:

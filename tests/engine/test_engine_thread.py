@@ -11,7 +11,7 @@ from kvpage.allocators.fixed import FixedAllocator
 from kvpage.batch import RunningBatch
 from kvpage.block_manager import BlockManager
 from kvpage.blocks import SequenceId
-from kvpage.engine_thread import Close, EngineThread, Submit, WhenIdle
+from kvpage.engine_thread import Close, EngineThread, Submit, WhenIdle, _Wake
 from kvpage.plan import Runner
 from kvpage.request import OpenChoice, Request
 from kvpage.scheduler import Scheduler
@@ -84,6 +84,23 @@ def test_each_event_loop_is_woken_once_a_step() -> None:
     thread.start()
     finish(thread)
     assert wakeups == [1, 2, 3]
+
+
+def test_many_readers_of_a_loop_wake_in_turns() -> None:
+    """So that whatever else is in the loop runs between them."""
+    posted: list[Callable[[], None]] = []
+    awake: list[int] = []
+
+    class Box(Mailbox):
+        def wake(self) -> None:
+            awake.append(1)
+
+    posted.append(_Wake(posted.append, [Box(posted.append) for _ in range(40)]))
+    counts = []
+    while posted:
+        posted.pop()()
+        counts.append(len(awake))
+    assert counts == [16, 32, 40]
 
 
 def test_requests_of_an_ended_event_loop_are_cancelled() -> None:
