@@ -1,13 +1,12 @@
 """A decoder layer in two calls, against the same in float64."""
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch.nn import functional as F  # noqa: N812
 
-from kvpage.kernels import cpu_rows, cpu_threads
+from kvpage.kernels import cpu_threads
 from kvpage.kernels.cpu_layer import LayerKernel
 from kvpage.kernels.cpu_product import Panels, Room
 
@@ -16,14 +15,7 @@ Q, K, V = (6, 20), (2, 20), (2, 24)
 EPS = 1e-5
 
 
-@pytest.fixture(params=[1, 2], ids=["one thread", "two threads"], autouse=True)
-def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Every pass on one thread, then every pass on two."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    monkeypatch.setattr(cpu_rows, "THREADED_BYTES", 0)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_and_two_threads")
 
 
 class Layer:

@@ -1,7 +1,5 @@
 """The operators between matrix products, against torch in float64."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch.nn import functional as F  # noqa: N812
@@ -13,14 +11,7 @@ WIDTHS = (1, 15, 16, 17, 576)
 ROWS = (0, 1, 9, 300)
 
 
-@pytest.fixture(params=[1, 2], ids=["one thread", "two threads"], autouse=True)
-def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Every call on one thread, then every call on two."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    monkeypatch.setattr(cpu_rows, "THREADED_BYTES", 0)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_and_two_threads")
 
 
 def random(*shape: int) -> torch.Tensor:

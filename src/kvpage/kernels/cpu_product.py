@@ -87,7 +87,7 @@ class Panels:
 class Room:
     """Memory for the panels of several layers, on large pages where the system has them.
 
-    With pages of 4 KiB, looking up where they are takes a tenth of the time that reading takes.
+    With pages of 4 KiB, looking up where they are takes time of its own.
     Memory counts as used only once panels are written to it.
 
     Args:

@@ -326,7 +326,7 @@ def _c_function(argument: Any, function: Any) -> Any:
 
 
 def job(operation: int, num_rows: int, **fields: Any) -> Job:
-    """A pass over so many rows; `place` it, then it can be run."""
+    """A pass over so many rows; it can be run once it is placed."""
     made = Job(operation=operation, items_at_once=ROWS_AT_ONCE, **fields)
     set_rows(made, num_rows)
     return made
