@@ -66,16 +66,24 @@ def test_what_is_fused_gives_the_same_logits(model_type: str) -> None:
     assert_equal_logits(before, logits(model))
 
 
+def accelerated(
+    model_type: str, form: Any, monkeypatch: pytest.MonkeyPatch
+) -> tuple[PagedModel, torch.Tensor, bool]:
+    """A model with its layers in that form, its logits before, and whether it still works."""
+    monkeypatch.setattr("kvpage.packed_linear.fastest_form", lambda _: form)
+    model = share_model(family_model(model_type))
+    before = logits(model)
+    return model, before, accelerate(model, pack_linears)
+
+
 @pytest.mark.parametrize("form", [PanelLinear, PackedLinear, None])
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3", "smollm3", "gemma2"])
 def test_what_is_packed_gives_the_same_logits(
     model_type: str, form: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In each form; in panels, a layer that is plain enough is computed in two calls."""
-    monkeypatch.setattr("kvpage.packed_linear.fastest_form", lambda _: form)
-    model = share_model(family_model(model_type))
-    before = logits(model)
-    assert accelerate(model, pack_linears)
+    model, before, works = accelerated(model_type, form, monkeypatch)
+    assert works
     layers = [each for each in model.module.modules() if isinstance(each, FusedLayer)]
     in_two_calls = form is PanelLinear and model_type in {"llama", "qwen2", "smollm3"}
     assert all((each._kernel is not None) == in_two_calls for each in layers)
@@ -89,10 +97,8 @@ def test_every_family_gives_the_same_logits(
     model_type: str, form: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Fused and packed; or it says that it could not be."""
-    monkeypatch.setattr("kvpage.packed_linear.fastest_form", lambda _: form)
-    model = share_model(family_model(model_type))
-    before = logits(model)
-    if accelerate(model, pack_linears):
+    model, before, works = accelerated(model_type, form, monkeypatch)
+    if works:
         assert_equal_logits(before, logits(model))
 
 
