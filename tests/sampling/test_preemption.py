@@ -45,7 +45,10 @@ class Stingy(FixedAllocator):
 
 
 async def preempted_at(index: int) -> tuple[list[Any], list[int]]:
-    """What the requests come to, and how often each was preempted."""
+    """What the requests come to, and how often each was preempted.
+
+    That is once, or more often: who is refused takes the blocks of a later one.
+    """
     found: dict[int, Any] = {}
     preemptions: dict[int, int] = {}
     async with AsyncEngine(
@@ -73,7 +76,7 @@ async def preempted_at(index: int) -> tuple[list[Any], list[int]]:
 def check_preempted_at(index: int) -> None:
     found, preemptions = anyio.run(preempted_at, index)
     assert found == undisturbed()
-    assert preemptions == [1] * len(REQUESTS)
+    assert min(preemptions) >= 1
 
 
 @pytest.mark.parametrize("index", [1, 2, 7, MAX_TOKENS - 1])
