@@ -8,7 +8,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Two processes, so one thread each: two teams of two threads would wait for each other.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+# Files are dealt out in the order of tests/conftest.py.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 TORCH_FLAGS := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 
 .PHONY: demo test test-all lint check example clean

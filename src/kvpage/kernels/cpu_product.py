@@ -2,10 +2,9 @@
 
 Weights lie in panels of `PANEL` outputs, `float32[inputs, PANEL]` each, one behind the other: with
 few rows, a product reads them from memory once and in order, which no library's layout allows for
-as well. Each panel is multiplied with `TILE_ROWS` rows at a time, all sums in registers. With more
-rows than that, it goes by slices of `SLICE_INPUTS` inputs, small enough that the rows of a tile
-and the slices of a group of panels stay in the caches while all of them meet (Goto and van de
-Geijn, 2008).
+as well. Each panel is multiplied with up to `TILE_ROWS` rows at a time, all sums in registers. A
+group of panels stays in the second-level cache while all rows pass by (Goto and van de Geijn, 2008);
+a panel too long for that is cut into slices of inputs.
 
 The sum of each output is taken over the inputs in their order, whatever the number of rows.
 """
@@ -26,14 +25,15 @@ from kvpage.kernels.simd import LANES, PANEL, product_tile
 TILE_ROWS = 6 if LANES == 8 else 12
 """Sums of a tile and what they are made from just fit into the registers."""
 
-SLICE_INPUTS = 256
 GROUP_BYTES = 128 * 1024
-"""Of the slices that wait in the second-level cache."""
+"""Of the panels that wait in the second-level cache."""
+
+SLICE_INPUTS = GROUP_BYTES // (PANEL * 4)
 
 ITEMS_PER_THREAD = 4
 
-_tile_1, _tile_2, _tile_3, _tile_4, _tile_6, _tile_8, _tile_12 = map(
-    product_tile, (1, 2, 3, 4, 6, 8, 12)
+_tile_1, _tile_2, _tile_3, _tile_4, _tile_5, _tile_6, _tile_8, _tile_12 = map(
+    product_tile, (1, 2, 3, 4, 5, 6, 8, 12)
 )
 _compiled = functools.partial(numba.njit, error_model="numpy")
 
@@ -123,16 +123,22 @@ def _some_rows(
     rows: int, x: int, x_row_bytes: int, panel: int, count: int,
     start: int, start_row_bytes: int, to: int, to_row_bytes: int,
 ) -> int:  # fmt: skip
-    """Multiply the first rows of so many; how many those were."""
-    if TILE_ROWS >= 12 and rows >= 12:
+    """Multiply the first rows of so many; how many those were.
+
+    Not always as many as fit: a tile of one or two rows that is left over takes as long as one of four.
+    """
+    if TILE_ROWS >= 12 and (rows >= 15 or rows == 12):
         _tile_12(x, x_row_bytes, panel, count, start, start_row_bytes, to, to_row_bytes)
         return 12
-    if TILE_ROWS >= 12 and rows >= 8:
+    if TILE_ROWS >= 12 and (rows >= 11 or rows == 8):
         _tile_8(x, x_row_bytes, panel, count, start, start_row_bytes, to, to_row_bytes)
         return 8
-    if rows >= 6:
+    if rows >= 10 or rows == 6:
         _tile_6(x, x_row_bytes, panel, count, start, start_row_bytes, to, to_row_bytes)
         return 6
+    if rows == 9 or rows == 5:
+        _tile_5(x, x_row_bytes, panel, count, start, start_row_bytes, to, to_row_bytes)
+        return 5
     if rows >= 4:
         _tile_4(x, x_row_bytes, panel, count, start, start_row_bytes, to, to_row_bytes)
         return 4
