@@ -32,20 +32,18 @@ import torch
 from kvpage.kernels import simd
 from kvpage.kernels.simd import (
     AHEAD,
+    KEYS_AT_ONCE,
     LANES,
     QUERY_LANES,
     TILE_ROWS,
     TILE_VECTORS,
+    VALUE_VECTORS,
     add_atomically,
     add_values_narrow,
     add_values_narrow_1,
     add_values_wide,
     add_values_wide_1,
-    add_weighted_narrow,
-    add_weighted_wide,
-    add_weighted_wide_ahead,
     dot_products,
-    dot_products_ahead,
     exp,
     lane_numbers,
     largest_lane,
@@ -60,11 +58,13 @@ from kvpage.kernels.simd import (
     store,
     sum_of_lanes,
     typed_pointer,
+    weighted_rows,
 )
 
 PART_KEYS = 256
 TILE_KEYS = 64
 WIDE = TILE_VECTORS * LANES
+SUMMED_KEYS = 16
 CACHE_LINE_BYTES = 64
 HIDDEN = np.float32(-np.inf)
 # Where a maximum starts: finite, so that hidden minus maximum is -inf and never NaN.
@@ -206,20 +206,36 @@ def _copy_query(job: Any, token: int, to: int) -> None:
             copy[d] = 0
 
 
+_dots_1, _dots_2, _dots_3 = map(dot_products, (1, 2, 3))
+_wide_1, _wide_2, _wide_3 = (weighted_rows(heads, VALUE_VECTORS) for heads in (1, 2, 3))
+_narrow_1, _narrow_2, _narrow_3 = (weighted_rows(heads, 1) for heads in (1, 2, 3))
+
+
+@_compiled
+def _heads_at_once(left: int) -> int:
+    """Query heads of a group that share what is loaded of K and V: as many as registers allow."""
+    return 3 if left == 3 or left > 4 else min(left, 2)
+
+
 @_compiled
 def _score_row(job: Any, count: int, k_rows: int, q: int, scores: int, pool: Any) -> None:
     """float32[query_heads, PART_KEYS]: the dot products with `count` keys."""
     group = job.query_heads // job.kv_heads
     q_bytes = _padded(job.k_dims, LANES) * 4
-    for i in range(0, count, LANES):
+    for i in range(0, count, KEYS_AT_ONCE):
         for h in range(job.kv_heads):
-            for g in range(h * group, h * group + group):
-                to = scores + (g * PART_KEYS + i) * 4
-                rows, offset = k_rows + i * 8, h * job.k_head_bytes
-                if g == h * group:
-                    dot_products_ahead(q + g * q_bytes, rows, offset, job.k_dims, to, pool)
+            rows, offset, dims = k_rows + i * 8, h * job.k_head_bytes, job.k_dims
+            g, end = h * group, h * group + group
+            while g < end:
+                heads = _heads_at_once(end - g)
+                first, to = q + g * q_bytes, scores + (g * PART_KEYS + i) * 4
+                if heads == 3:
+                    _dots_3(first, q_bytes, rows, offset, dims, to, PART_KEYS * 4, pool)
+                elif heads == 2:
+                    _dots_2(first, q_bytes, rows, offset, dims, to, PART_KEYS * 4, pool)
                 else:
-                    dot_products(q + g * q_bytes, rows, offset, job.k_dims, to, pool)
+                    _dots_1(first, q_bytes, rows, offset, dims, to, PART_KEYS * 4, pool)
+                g += heads
 
 
 @_compiled
@@ -266,41 +282,47 @@ def _sum_row(
 ) -> None:
     """float32[query_heads, v_dims]: the sums of the values, each times its weight."""
     group = job.query_heads // job.kv_heads
-    width = _padded(job.v_dims, LANES)
-    values = _floats(partial, job.query_heads * width)
-    values[:] = 0
-    for tile in range(start, start + count, LANES):
-        first, last = max(tile, item.begin), min(tile + LANES, item.end)
+    row_bytes = _padded(job.v_dims, LANES) * 4
+    _floats(partial, job.query_heads * row_bytes // 4)[:] = 0
+    for tile in range(start, start + count, SUMMED_KEYS):
+        first, last = max(tile, item.begin), min(tile + SUMMED_KEYS, item.end)
         rows = v_rows + (first - start) * 8
-        for g in range(job.query_heads):
-            weights = scores + (g * PART_KEYS + first - start) * 4
-            _sum_head(
-                weights, rows, last - first, g // group * job.v_head_bytes, job.v_dims,
-                partial + g * width * 4, g % group == 0, pool,
-            )  # fmt: skip
+        for h in range(job.kv_heads):
+            g, end = h * group, h * group + group
+            while g < end:
+                heads = _heads_at_once(end - g)
+                weights = scores + (g * PART_KEYS + first - start) * 4
+                _sum_heads(
+                    heads, weights, rows, last - first, h * job.v_head_bytes, job.v_dims,
+                    partial + g * row_bytes, row_bytes, pool,
+                )  # fmt: skip
+                g += heads
 
 
 @_compiled
-def _sum_head(
-    weights: int, rows: int, count: int, offset: int, dims: int, to: int, ahead: bool, pool: Any
-) -> None:
-    stored_bytes = _stored_bytes(pool)
-    d = 0
-    while d + WIDE <= dims:
-        if ahead:
-            add_weighted_wide_ahead(
-                weights, rows, count, offset + d * stored_bytes, WIDE, to + d * 4, pool
-            )
-        else:
-            add_weighted_wide(
-                weights, rows, count, offset + d * stored_bytes, WIDE, to + d * 4, pool
-            )
-        d += WIDE
+def _sum_heads(
+    heads: int, weights: int, rows: int, count: int, offset: int, dims: int, to: int,
+    to_bytes: int, pool: Any,
+) -> None:  # fmt: skip
+    step, d = PART_KEYS * 4, 0
     while d < dims:
-        add_weighted_narrow(
-            weights, rows, count, offset + d * stored_bytes, dims - d, to + d * 4, pool
-        )
-        d += LANES
+        at, place, left = offset + d * _stored_bytes(pool), to + d * 4, dims - d
+        if left >= VALUE_VECTORS * LANES:
+            if heads == 3:
+                _wide_3(weights, step, rows, count, at, left, place, to_bytes, pool)
+            elif heads == 2:
+                _wide_2(weights, step, rows, count, at, left, place, to_bytes, pool)
+            else:
+                _wide_1(weights, step, rows, count, at, left, place, to_bytes, pool)
+            d += VALUE_VECTORS * LANES
+        else:
+            if heads == 3:
+                _narrow_3(weights, step, rows, count, at, left, place, to_bytes, pool)
+            elif heads == 2:
+                _narrow_2(weights, step, rows, count, at, left, place, to_bytes, pool)
+            else:
+                _narrow_1(weights, step, rows, count, at, left, place, to_bytes, pool)
+            d += LANES
 
 
 @_compiled

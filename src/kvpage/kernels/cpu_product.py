@@ -3,8 +3,8 @@
 Weights lie in panels of `PANEL` outputs, `float32[inputs, PANEL]` each, one behind the other: with
 few rows, a product reads them from memory once and in order, which no library's layout allows for
 as well. Each panel is multiplied with up to `TILE_ROWS` rows at a time, all sums in registers. A
-group of panels stays in the second-level cache while all rows pass by (Goto and van de Geijn, 2008);
-a panel too long for that is cut into slices of inputs.
+group of panels stays in the second-level cache while all rows pass by (Goto and van de Geijn,
+2008); a panel too long for that is cut into slices of inputs.
 
 The sum of each output is taken over the inputs in their order, whatever the number of rows.
 """
@@ -125,7 +125,7 @@ def _some_rows(
 ) -> int:  # fmt: skip
     """Multiply the first rows of so many; how many those were.
 
-    Not always as many as fit: a tile of one or two rows that is left over takes as long as one of four.
+    Not always as many as fit: one or two that are left over take as long as four.
     """
     if TILE_ROWS >= 12 and (rows >= 15 or rows == 12):
         _tile_12(x, x_row_bytes, panel, count, start, start_row_bytes, to, to_row_bytes)
@@ -136,7 +136,7 @@ def _some_rows(
     if rows >= 10 or rows == 6:
         _tile_6(x, x_row_bytes, panel, count, start, start_row_bytes, to, to_row_bytes)
         return 6
-    if rows == 9 or rows == 5:
+    if rows in (5, 9):
         _tile_5(x, x_row_bytes, panel, count, start, start_row_bytes, to, to_row_bytes)
         return 5
     if rows >= 4:

@@ -40,6 +40,7 @@ _I1, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (1, 16, 32, 64))
 _F32 = ir.FloatType()
 _FLOATS = ir.VectorType(_F32, LANES)
 _INTS = ir.VectorType(_I32, LANES)
+_FOUR_INTS = ir.VectorType(_I32, _GROUP)
 _LANE_NUMBERS = ir.Constant(_INTS, list(range(LANES)))
 
 # bfloat16 is the upper half of a float32; float16 is a type that LLVM knows.
@@ -355,22 +356,25 @@ def _offset(builder: Builder, address: Value, offset_bytes: int) -> Value:
     return builder.add(address, _I64(offset_bytes)) if offset_bytes else address
 
 
-def _interleaved(builder: Builder, vectors: list[Value]) -> Value:
-    """The sum of each of `LANES` vectors, in one vector.
+def _sums_of_four(builder: Builder, vectors: list[Value]) -> Value:
+    """The sum of each of four vectors, in a vector of four.
 
-    Adding neighbouring lanes of two vectors leaves half as many vectors with sums of both: 3
-    instructions a step, where a sum of its own for each vector takes `2 * log2(LANES)`. The first
-    two steps stay within groups of four lanes, the others move whole groups: shuffles that cross
-    groups lane by lane are the slow ones, and so the order comes out right.
+    Adding neighbouring lanes of two vectors leaves half as many vectors with sums of both; shuffles
+    that cross groups of four lanes are the slow ones, so the groups are added last.
     """
-    steps = [_pairs_within_groups] * 2 + [_pairs_of_groups] * (LANES.bit_length() - 3)
-    for pairs in steps:
-        even, odd = (ir.Constant(_INTS, pairs(parity)) for parity in (0, 1))
+    while len(vectors) > 1:
+        even, odd = (ir.Constant(_INTS, _pairs_within_groups(parity)) for parity in (0, 1))
         vectors = [
             builder.fadd(builder.shuffle_vector(a, b, even), builder.shuffle_vector(a, b, odd))
             for a, b in zip(vectors[::2], vectors[1::2], strict=True)
         ]
-    return vectors[0]
+    groups = [
+        builder.shuffle_vector(*vectors * 2, ir.Constant(_FOUR_INTS, list(range(at, at + _GROUP))))
+        for at in range(0, LANES, _GROUP)
+    ]
+    while len(groups) > 1:
+        groups = [builder.fadd(a, b) for a, b in zip(groups[::2], groups[1::2], strict=True)]
+    return groups[0]
 
 
 def _pairs_within_groups(parity: int) -> list[int]:
@@ -383,53 +387,77 @@ def _pairs_within_groups(parity: int) -> list[int]:
     ]
 
 
-def _pairs_of_groups(parity: int) -> list[int]:
-    """The even or the odd groups of four lanes of two vectors."""
-    groups = range(parity * _GROUP, 2 * LANES, 2 * _GROUP)
-    return [group + lane for group in groups for lane in range(_GROUP)]
-
-
-def _dot_products(ahead: int) -> Callable[..., Any]:
-    """Make a numba function: the dot products of one query with `LANES` rows of a pool.
-
-    Its arguments are the addresses of the query float32[dims] (padded with zeros to a multiple of
-    `LANES`) and of int64[LANES] rows, the bytes from a row to its first number, dims, the address
-    of the result float32[LANES], and the pool.
-
-    Args:
-        ahead: if not 0, ask for the same part of the row that so many places behind in `rows`.
-    """
-
-    @_emitted(types.none, _INT, _INT, _INT, _INT, _INT, _ANY)
-    def dot_products(
-        builder: Builder, q: Value, rows: Value, offset: Value, dims: Value, to: Value, pool: Any
-    ) -> None:
-        sums = _Sums(builder, [_floats(0.0)] * LANES)
-
-        def add(chunk: Value, mask: Value | None) -> None:
-            q_chunk = _load_floats(builder, _advanced(builder, q, chunk, LANES * _BYTES_PER_FLOAT))
-            at = _advanced(builder, offset, chunk, LANES * _BYTES_STORED[pool])
-            for i in range(LANES):
-                if ahead:
-                    _prefetch(builder, builder.add(_load_address(builder, rows, i + ahead), at))
-                row = builder.add(_load_address(builder, rows, i), at)
-                sums.add_product(i, _load_stored(builder, row, pool, mask), q_chunk)
-
-        whole = builder.sdiv(dims, _I64(LANES))
-        with _counted(builder, whole) as chunk:
-            add(chunk, None)
-        left = builder.srem(dims, _I64(LANES))
-        with builder.if_then(builder.icmp_signed("!=", left, _I64(0))):
-            add(whole, _first_lanes(builder, left))
-        _store_floats(builder, to, _interleaved(builder, sums.values()))
-
-    return dot_products
+def _prefetch_bytes(builder: Builder, address: Value, count: int) -> None:
+    for at in range(0, count, 64):
+        _prefetch(builder, _offset(builder, address, at))
 
 
 # How many keys before its use a row is asked for.
 AHEAD = 16
-dot_products = _dot_products(0)
-dot_products_ahead = _dot_products(AHEAD)
+KEYS_AT_ONCE = 4
+
+
+def dot_products(heads: int) -> Callable[..., Any]:
+    """Make a numba function: dot products of so many queries with `KEYS_AT_ONCE` rows of a pool.
+
+    Its arguments are the address of the queries float32[heads, dims] (dims padded with zeros to a
+    multiple of `LANES`) and the bytes from one to the next, the address of the rows
+    int64[KEYS_AT_ONCE], the bytes from a row to its first number, dims, the address of the result
+    float32[heads, KEYS_AT_ONCE] and the bytes from head to head, and the pool. It asks for the same
+    part of the rows that are `AHEAD` places behind in `rows`.
+    """
+
+    @_emitted(types.none, _INT, _INT, _INT, _INT, _INT, _INT, _INT, _ANY)
+    def products(
+        builder: Builder,
+        q: Value,
+        q_bytes: Value,
+        rows: Value,
+        offset: Value,
+        dims: Value,
+        to: Value,
+        to_bytes: Value,
+        pool: Any,
+    ) -> None:
+        queries = [builder.add(q, builder.mul(q_bytes, _I64(head))) for head in range(heads)]
+        keys = [builder.add(_load_address(builder, rows, i), offset) for i in range(KEYS_AT_ONCE)]
+        sums = _Sums(builder, [_floats(0.0)] * (heads * KEYS_AT_ONCE))
+        chunk_bytes = LANES * _BYTES_STORED[pool]
+
+        def add(chunk: Value, mask: Value | None) -> None:
+            chunks = [
+                _load_floats(builder, _advanced(builder, query, chunk, LANES * _BYTES_PER_FLOAT))
+                for query in queries
+            ]
+            for i, key in enumerate(keys):
+                numbers = _load_stored(
+                    builder, _advanced(builder, key, chunk, chunk_bytes), pool, mask
+                )
+                for head in range(heads):
+                    sums.add_product(head * KEYS_AT_ONCE + i, numbers, chunks[head])
+
+        whole = builder.sdiv(dims, _I64(LANES))
+        with _counted(builder, builder.sdiv(whole, _I64(2))) as pair:
+            chunk = builder.mul(pair, _I64(2))
+            at = builder.add(offset, builder.mul(chunk, _I64(chunk_bytes)))
+            for i in range(KEYS_AT_ONCE):
+                later = builder.add(_load_address(builder, rows, i + AHEAD), at)
+                _prefetch_bytes(builder, later, 2 * chunk_bytes)
+            add(chunk, None)
+            add(builder.add(chunk, _I64(1)), None)
+        with builder.if_then(builder.trunc(whole, _I1)):
+            add(builder.sub(whole, _I64(1)), None)
+        left = builder.srem(dims, _I64(LANES))
+        with builder.if_then(builder.icmp_signed("!=", left, _I64(0))):
+            add(whole, _first_lanes(builder, left))
+        found = sums.values()
+        for head in range(heads):
+            first = head * KEYS_AT_ONCE
+            four = _sums_of_four(builder, found[first : first + KEYS_AT_ONCE])
+            at = builder.add(to, builder.mul(to_bytes, _I64(head)))
+            builder.store(four, _pointer(builder, at, four.type), align=_BYTES_PER_FLOAT)
+
+    return products
 
 
 def _first_lanes(builder: Builder, count: Value) -> Value:
@@ -437,51 +465,61 @@ def _first_lanes(builder: Builder, count: Value) -> Value:
     return builder.icmp_signed("<", _LANE_NUMBERS, _broadcast(builder, builder.trunc(count, _I32)))
 
 
-def _weighted_rows(vectors: int, masked: bool, ahead: int) -> Callable[..., Any]:
-    """Make a numba function that adds rows of a pool, each times its weight, to float32 sums."""
+VALUE_VECTORS = 4
 
-    @_emitted(types.none, _INT, _INT, _INT, _INT, _INT, _INT, _ANY)
+
+def weighted_rows(heads: int, vectors: int) -> Callable[..., Any]:
+    """Make a numba function: add rows of a pool, each times a weight of so many heads, to sums.
+
+    Its arguments are the address of the weights float32[heads, count] and the bytes from head to
+    head, the address of the rows int64[count], count, the bytes from a row to its first number, how
+    many numbers there are from there (read if `vectors` is 1: then the last may be fewer than a
+    vector), the address of the sums float32[heads, vectors * LANES] and the bytes from head to
+    head, and the pool. It asks for the same part of the rows that are `AHEAD` places behind.
+    """
+
+    @_emitted(types.none, _INT, _INT, _INT, _INT, _INT, _INT, _INT, _INT, _ANY)
     def add_weighted(
         builder: Builder,
         weights: Value,
+        weights_bytes: Value,
         rows: Value,
         count: Value,
         offset: Value,
         dims: Value,
         to: Value,
+        to_bytes: Value,
         pool: Any,
     ) -> None:
-        mask = _first_lanes(builder, dims) if masked else None
-        places = [_offset(builder, to, i * LANES * _BYTES_PER_FLOAT) for i in range(vectors)]
-        sums = _Sums(builder, [_load_floats(builder, place) for place in places])
+        mask = _first_lanes(builder, dims) if vectors == 1 else None
+        vector_bytes = LANES * _BYTES_STORED[pool]
+        lines = [builder.add(to, builder.mul(to_bytes, _I64(head))) for head in range(heads)]
+        firsts = [
+            builder.add(weights, builder.mul(weights_bytes, _I64(head))) for head in range(heads)
+        ]
+        sums = _Sums(builder, [v for line in lines for v in _load_line(builder, line, vectors)])
         with _counted(builder, count) as n:
-            weight = _broadcast_stored(
-                builder, _advanced(builder, weights, n, _BYTES_PER_FLOAT), types.float32
-            )
-            row = builder.add(
-                _load_address(builder, _advanced(builder, rows, n, _BYTES_PER_ADDRESS), 0), offset
-            )
-            for i in range(vectors):
-                at = _offset(builder, row, i * LANES * _BYTES_STORED[pool])
-                sums.add_product(i, _load_stored(builder, at, pool, mask), weight)
-            if ahead:
-                later = builder.add(
-                    _load_address(builder, _advanced(builder, rows, n, _BYTES_PER_ADDRESS), ahead),
-                    offset,
+            place = _advanced(builder, rows, n, _BYTES_PER_ADDRESS)
+            later = builder.add(_load_address(builder, place, AHEAD), offset)
+            _prefetch_bytes(builder, later, vectors * vector_bytes)
+            row = builder.add(_load_address(builder, place, 0), offset)
+            shares = [
+                _broadcast_stored(
+                    builder, _advanced(builder, first, n, _BYTES_PER_FLOAT), types.float32
                 )
-                for at in range(0, vectors * LANES * _BYTES_STORED[pool], 64):
-                    _prefetch(builder, _offset(builder, later, at))
-        for place, total in zip(places, sums.values(), strict=True):
-            _store_floats(builder, place, total)
+                for first in firsts
+            ]
+            for j in range(vectors):
+                numbers = _load_stored(builder, _offset(builder, row, j * vector_bytes), pool, mask)
+                for head, share in enumerate(shares):
+                    sums.add_product(head * vectors + j, numbers, share)
+        found = sums.values()
+        for head, line in enumerate(lines):
+            for j in range(vectors):
+                at = _offset(builder, line, j * LANES * _BYTES_PER_FLOAT)
+                _store_floats(builder, at, found[head * vectors + j])
 
     return add_weighted
-
-
-# Arguments: addresses of float32[count] weights and int64[count] rows, count, bytes from a row to
-# its first number, dims (read by the masked one), address of the sums, pool.
-add_weighted_wide = _weighted_rows(TILE_VECTORS, False, 0)
-add_weighted_wide_ahead = _weighted_rows(TILE_VECTORS, False, AHEAD)
-add_weighted_narrow = _weighted_rows(1, True, 0)
 
 
 def _scores_tile(vectors: int, stride: int) -> Callable[..., Any]:
