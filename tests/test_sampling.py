@@ -14,6 +14,7 @@ from kvpage import AsyncEngine, PoolGeometry, RequestError, SamplingParams
 from kvpage.request import EngineModel
 from kvpage.sampling import SamplingRows, sample, uniforms
 from tests.engine.runners import GEOMETRY, VOCAB_SIZE, SamplingRunner
+from tests.engine.scenes import complete_all
 
 Floats = npt.NDArray[np.float64]
 
@@ -274,18 +275,13 @@ async def generate_all(geometry: PoolGeometry, **settings: Any) -> tuple[list[li
     """The tokens of seven requests at once, one of each kind, and the number of preemptions."""
     runner = SamplingRunner(geometry)
     model = EngineModel("fake", VOCAB_SIZE)
-    found: list[list[int]] = [[] for _ in range(7)]
-
     async with AsyncEngine.from_runner(runner, geometry, model, **settings) as engine:
-
-        async def complete(number: int, params: SamplingParams) -> None:
-            found[number] = list((await engine.complete([number, 5, 6], params)).token_ids)
-
-        async with anyio.create_task_group() as tasks:
-            for number, params in enumerate(mixed_params(7)):
-                tasks.start_soon(complete, number, attrs.evolve(params, max_tokens=25))
-        await engine.idle()
-        return found, engine.stats().preemptions
+        calls = [
+            partial(engine.complete, [number, 5, 6], attrs.evolve(params, max_tokens=25))
+            for number, params in enumerate(mixed_params(7))
+        ]
+        completions = await complete_all(engine, calls)
+        return [list(one.token_ids) for one in completions], engine.stats().preemptions
 
 
 def test_a_seed_gives_the_same_tokens_alone_in_a_batch_and_preempted() -> None:

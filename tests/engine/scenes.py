@@ -1,16 +1,17 @@
 """An engine over a fake runner, and what a test of leaving and ending wants to know of it."""
 
 import threading
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import anyio
 import anyio.lowlevel
 import attrs
 
-from kvpage import AsyncEngine, SamplingParams
+from kvpage import AsyncEngine, Completion, SamplingParams
 from kvpage.blocks import PoolGeometry
+from kvpage.engine_thread import MapBlocks
 from kvpage.grammar import Grammars
 from kvpage.plan import Runner
 from kvpage.request import EngineModel
@@ -86,6 +87,41 @@ async def until(condition: Callable[[], bool]) -> None:
     with anyio.fail_after(PATIENCE_S):
         while not condition():
             await anyio.lowlevel.checkpoint()
+
+
+@contextmanager
+def held(engine: AsyncEngine) -> Iterator[None]:
+    """Keep an engine from its next step: whatever is submitted meanwhile meets in that one."""
+    let_go = threading.Event()
+    engine._thread.post(MapBlocks(lambda _image: check_opened(let_go)))
+    try:
+        yield
+    finally:
+        let_go.set()
+
+
+def check_opened(event: threading.Event) -> None:
+    """Wait for another thread."""
+    assert event.wait(PATIENCE_S)
+
+
+async def complete_all(
+    engine: AsyncEngine, calls: Sequence[Callable[[], Awaitable[Completion]]]
+) -> list[Completion]:
+    """Call `engine.complete` several times at once; none begins before all are submitted."""
+    found: dict[int, Completion] = {}
+
+    async def complete(number: int) -> None:
+        found[number] = await calls[number]()
+
+    with anyio.fail_after(PATIENCE_S):
+        async with anyio.create_task_group() as tasks:
+            with held(engine):
+                for number in range(len(calls)):
+                    tasks.start_soon(complete, number)
+                await until(lambda: engine.health().open_requests == len(calls))
+        await engine.idle()
+    return [found[number] for number in range(len(calls))]
 
 
 async def check_nothing_left(engine: AsyncEngine, request_id: str) -> None:

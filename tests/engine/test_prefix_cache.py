@@ -1,6 +1,7 @@
 """The prefix cache: who shares, who must not, and when."""
 
-import anyio
+from functools import partial
+
 import pytest
 
 from kvpage import SamplingParams, StepFailed
@@ -11,7 +12,7 @@ from kvpage.plan import StepPlan
 from kvpage.prefix import BlockKey
 from kvpage.testing import undisturbed
 from tests.engine.runners import GatedRunner
-from tests.engine.scenes import fake_engine, scene
+from tests.engine.scenes import complete_all, fake_engine, scene
 
 PROMPT = list(range(12))
 PARAMS = SamplingParams(max_tokens=2)
@@ -93,15 +94,8 @@ async def test_cold_warm_and_preempted_runs_give_the_same() -> None:
     geometry = PoolGeometry(num_blocks=10, block_size=4, max_model_len=40)
     async with fake_engine(geometry=geometry) as engine:
         for _ in range(2):
-            found: list[list[int]] = []
-
-            async def one(into: list[list[int]] = found) -> None:
-                completion = await engine.complete(PROMPT, SamplingParams(max_tokens=24))
-                into.append(list(completion.token_ids))
-
-            async with anyio.create_task_group() as tasks:
-                for _ in range(3):
-                    tasks.start_soon(one)
-            assert found == [undisturbed(PROMPT, 24)] * 3
+            call = partial(engine.complete, PROMPT, SamplingParams(max_tokens=24))
+            found = await complete_all(engine, [call] * 3)
+            assert [list(one.token_ids) for one in found] == [undisturbed(PROMPT, 24)] * 3
         assert engine.stats().preemptions > 0
         assert engine.stats().cached_prompt_tokens > 0

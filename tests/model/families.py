@@ -6,10 +6,9 @@ Writes the table of `docs/reference/models.md`, or says whether it is up to date
 """
 
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AsyncExitStack, contextmanager
-from functools import cache
+from contextlib import contextmanager
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +20,13 @@ import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from kvpage import AsyncEngine, SamplingParams, TokenStream
+from kvpage import AsyncEngine, SamplingParams
 from kvpage.attention import AttentionOptions
 from kvpage.families import reasons_to_refuse
 from kvpage.kernels import reference
 from kvpage.kernels.work import AttentionBatch
 from kvpage.model import PagedModel, model_class_of, share_model
+from tests.engine.scenes import complete_all
 from tests.model.tiny import MAX_LEN, VOCABULARY, greedy, prompts
 
 MODEL_TYPES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
@@ -357,34 +357,14 @@ async def generate(model: Any, **settings: Any) -> tuple[list[list[int]], int]:
     Returns:
         The tokens of each prompt, and the number of preemptions.
     """
-    outputs: list[list[int]] = [[] for _ in PROMPTS]
     pool_tokens = WINDOWED_POOL_TOKENS if share_model(model).window else POOL_TOKENS
     narrow = {"block_size": 1, "max_batch_tokens": 7, "kv_memory": f"{pool_tokens} tokens"}
-    everyone_is_in = threading.Event()
-
-    def wait_for_company(_token_ids: object, logits: object) -> object:
-        """Hold the first step, so that the requests do meet however slow their submission is."""
-        everyone_is_in.wait(PATIENCE_S)
-        return logits
-
-    async def read(index: int, stream: TokenStream) -> None:
-        outputs[index] = [token.id async for token in stream]
-
-    async with (
-        AsyncEngine(model=model, **{**narrow, "prefix_cache": False, **settings}) as engine,
-        AsyncExitStack() as stack,
-        anyio.create_task_group() as tasks,
-    ):
-        for index, prompt in enumerate(PROMPTS):
-            params = SamplingParams(
-                temperature=0, max_tokens=MAX_TOKENS, logits_processors=[wait_for_company]
-            )
-            stream = await stack.enter_async_context(engine.generate(prompt, params))
-            tasks.start_soon(read, index, stream)
-        everyone_is_in.set()
-        await engine.idle()
+    params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
+    async with AsyncEngine(model=model, **{**narrow, "prefix_cache": False, **settings}) as engine:
+        calls = [partial(engine.complete, prompt, params) for prompt in PROMPTS]
+        completions = await complete_all(engine, calls)
         preemptions = engine.stats().preemptions
-    return outputs, preemptions
+    return [list(one.token_ids) for one in completions], preemptions
 
 
 def features(model: Any) -> tuple[str, ...]:

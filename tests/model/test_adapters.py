@@ -5,7 +5,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from kvpage import AsyncEngine, Completion, ConfigError, RequestError, SamplingParams
 from kvpage.adapters import AdaptedLinear, AdaptedTokens, LowRank, adapting, attach_adapters
 from kvpage.packed_linear import pack_linears
+from tests.engine import scenes
 from tests.model.tiny import greedy, prompts, tiny_model
 
 peft = pytest.importorskip("peft")
@@ -107,15 +108,10 @@ async def complete_all(
 ) -> list[Completion]:
     """All requests at once."""
     params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, **options)
-    found: dict[int, Completion] = {}
-
-    async def complete(number: int, prompt: list[int], adapter: str | None) -> None:
-        found[number] = await served.complete(prompt, params, adapter=adapter)
-
-    async with anyio.create_task_group() as tasks:
-        for number, request in enumerate(requests):
-            tasks.start_soon(complete, number, *request)
-    return [found[number] for number in range(len(requests))]
+    calls = [
+        partial(served.complete, prompt, params, adapter=adapter) for prompt, adapter in requests
+    ]
+    return await scenes.complete_all(served, calls)
 
 
 SETTINGS: Mapping[str, dict[str, Any]] = {

@@ -1,14 +1,14 @@
 """Greedy output equals transformers' own `generate`, token for token, in float32."""
 
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from typing import Any
 
-import anyio
 import pytest
 
 from kvpage import AsyncEngine, EngineStatistics, SamplingParams
 from kvpage.model import share_model
+from tests.engine.scenes import complete_all
 from tests.model.tiny import FAMILIES, greedy, prompts, tiny_model
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
@@ -38,22 +38,15 @@ async def generate(
 ) -> list[list[int]]:
     """All prompts at once through one engine."""
     params = SamplingParams(temperature=0, max_tokens=max_tokens)
-    outputs: list[list[int]] = [[] for _ in chosen]
-
-    async def one(index: int) -> None:
-        completion = await engine.complete(chosen[index], params)
-        outputs[index] = list(completion.token_ids)
-
-    async with anyio.create_task_group() as tasks:
-        for index in range(len(chosen)):
-            tasks.start_soon(one, index)
-    return outputs
+    completions = await complete_all(
+        engine, [partial(engine.complete, prompt, params) for prompt in chosen]
+    )
+    return [list(completion.token_ids) for completion in completions]
 
 
 async def run(family: str, **settings: Any) -> tuple[list[list[int]], EngineStatistics]:
     async with AsyncEngine(model=model_of(family), **settings) as engine:
         outputs = await generate(engine, PROMPTS)
-        await engine.idle()
         return outputs, engine.stats()
 
 

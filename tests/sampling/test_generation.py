@@ -1,8 +1,7 @@
 """Sampling end to end: a tiny model in an engine, against transformers' `generate`, and itself."""
 
-import threading
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import anyio
@@ -13,7 +12,7 @@ import torch
 from transformers import TemperatureLogitsWarper
 
 from kvpage import AsyncEngine, Completion, Logprobs, RequestError, SamplingParams, StepFailed
-from tests.engine.runners import PATIENCE_S
+from tests.engine import scenes
 from tests.model.tiny import prompts, tiny_model
 
 PROMPTS = prompts([1, 2, 7, 16, 17, 33, 5, 48, 12])
@@ -53,16 +52,8 @@ async def complete_all(
     served: AsyncEngine, requests: Sequence[tuple[list[int], SamplingParams]]
 ) -> list[Completion]:
     """All requests at once."""
-    found: dict[int, Completion] = {}
-
-    async def complete(number: int, prompt: list[int], params: SamplingParams) -> None:
-        found[number] = await served.complete(prompt, params)
-
-    async with anyio.create_task_group() as tasks:
-        for number, request in enumerate(requests):
-            tasks.start_soon(complete, number, *request)
-    await served.idle()
-    return [found[number] for number in range(len(requests))]
+    calls = [partial(served.complete, prompt, params) for prompt, params in requests]
+    return await scenes.complete_all(served, calls)
 
 
 # -- against transformers --------------------------------------------------------------------------
@@ -243,22 +234,15 @@ def test_the_same_comes_from_a_warm_prefix_cache() -> None:
 async def test_prompt_log_probabilities_survive_preemption_in_the_prompt(preempt: str) -> None:
     """The first request's growth takes the blocks of the second, whose prompt is half computed."""
     growing, long = prompts([8, 48])
-    both_are_in = threading.Event()
-
-    def wait_for_both(_tokens: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        assert both_are_in.wait(PATIENCE_S)
-        return logits
-
-    slow = SamplingParams(temperature=0, max_tokens=40, logits_processors=[wait_for_both])
+    slow = SamplingParams(temperature=0, max_tokens=40)
     watched = SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=2)
     settings = {"kv_memory": "72 tokens", "max_model_len": 72, "max_batch_tokens": 3}
-    async with (
-        engine(**settings, preempt=preempt) as served,
-        served.generate(growing, slow),
-        served.generate(long, watched) as stream,
-    ):
-        both_are_in.set()
+    async with engine(**settings, preempt=preempt) as served:
+        with scenes.held(served):
+            first = await served.generate(growing, slow).__aenter__()
+            stream = await served.generate(long, watched).__aenter__()
         completion = Completion.of([token async for token in stream])
+        await first.aclose()
     assert completion.usage.preemptions > 0
     check_prompt(completion, long, num_top=2)
 

@@ -8,6 +8,7 @@ import pytest
 
 from kvpage import AsyncEngine, Grant, OutOfBlocks, PoolGeometry, SamplingParams, SequenceId
 from kvpage.allocators.fixed import FixedAllocator
+from tests.engine.scenes import complete_all
 from tests.sampling.test_generation import REQUESTS, ByteTokenizer, essence, model, undisturbed
 
 MAX_TOKENS = 20
@@ -49,8 +50,6 @@ async def preempted_at(index: int) -> tuple[list[Any], list[int]]:
 
     That is once, or more often: who is refused takes the blocks of a later one.
     """
-    found: dict[int, Any] = {}
-    preemptions: dict[int, int] = {}
     async with AsyncEngine(
         model=model(),
         tokenizer=ByteTokenizer(),
@@ -59,18 +58,15 @@ async def preempted_at(index: int) -> tuple[list[Any], list[int]]:
         kv_memory="1024 tokens",
         prefix_cache=False,
     ) as served:
-
-        async def one(number: int) -> None:
-            completion = await served.complete(*REQUESTS[number])
-            found[number] = essence(completion)
-            preemptions[number] = completion.usage.preemptions
-
-        urgent = served.generate([1], SamplingParams(max_tokens=200), priority=-1)
-        async with urgent, anyio.create_task_group() as tasks:
-            for number in range(len(REQUESTS)):
-                tasks.start_soon(one, number)
-    numbers = range(len(REQUESTS))
-    return [found[number] for number in numbers], [preemptions[number] for number in numbers]
+        urgent = SamplingParams(max_tokens=200)
+        _, *completions = await complete_all(
+            served,
+            [
+                partial(served.complete, [1], urgent, priority=-1),
+                *(partial(served.complete, *request) for request in REQUESTS),
+            ],
+        )
+    return [essence(one) for one in completions], [one.usage.preemptions for one in completions]
 
 
 def check_preempted_at(index: int) -> None:

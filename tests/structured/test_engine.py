@@ -1,5 +1,6 @@
 """Grammars in the engine, with one that needs no library: who asks what, when, and how often."""
 
+from functools import partial
 from typing import Any
 
 import anyio
@@ -14,6 +15,7 @@ from kvpage import (
     StepFailed,
     StructuredOutputs,
 )
+from tests.engine import scenes
 from tests.engine.runners import CharacterTokenizer, GatedRunner, SamplingRunner
 from tests.engine.scenes import fake_engine
 from tests.structured.stripes import BREAKS, StripeGrammars, striped
@@ -43,15 +45,9 @@ def engine(
 
 async def complete_all(served: AsyncEngine, requests: list[SamplingParams]) -> list[Completion]:
     """All at once, in order."""
-    found: dict[int, Completion] = {}
-
-    async def complete(number: int, params: SamplingParams) -> None:
-        found[number] = await served.complete(PROMPT, params)
-
-    async with anyio.create_task_group() as tasks:
-        for number, params in enumerate(requests):
-            tasks.start_soon(complete, number, params)
-    return [found[number] for number in range(len(requests))]
+    return await scenes.complete_all(
+        served, [partial(served.complete, PROMPT, params) for params in requests]
+    )
 
 
 @pytest.mark.parametrize("temperature", [0, 0.7, 5])

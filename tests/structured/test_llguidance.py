@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import anyio
@@ -30,6 +30,7 @@ from kvpage import (
 from kvpage.guided import LLGuidance
 from kvpage.pretrained import default_model_path, load_pretrained
 from kvpage.request import EngineModel
+from tests.engine import scenes
 
 pytest.importorskip("llguidance")
 try:
@@ -200,15 +201,8 @@ PROMPT = "Say something:"
 
 async def complete_all(served: AsyncEngine, draws: Sequence[Draw]) -> list[Completion]:
     """All at once."""
-    found: dict[int, Completion] = {}
-
-    async def complete(number: int, params: SamplingParams) -> None:
-        found[number] = await served.complete(PROMPT, params)
-
-    async with anyio.create_task_group() as tasks:
-        for number, draw in enumerate(draws):
-            tasks.start_soon(complete, number, draw.params)
-    return [found[number] for number in range(len(draws))]
+    calls = [partial(served.complete, PROMPT, draw.params) for draw in draws]
+    return await scenes.complete_all(served, calls)
 
 
 async def test_every_output_that_ends_is_valid() -> None:
