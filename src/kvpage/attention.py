@@ -15,12 +15,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import count
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import attrs
 import torch
 
 from kvpage.errors import UnsupportedModelError
+
+if TYPE_CHECKING:  # it brings numba
+    from kvpage.kernels.cpu_layer import LayerKernel
 
 ATTENTION_NAME = "kvpage"
 
@@ -154,6 +157,29 @@ def attend_packed(
     """The next call of this forward pass; shapes as in `AttentionStep.attend`."""
     forward = _PASS.get()
     return forward.step.attend(next(forward.calls), q, k, v, options)
+
+
+def compute_layer(
+    kernel: "LayerKernel",
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    options: AttentionOptions,
+) -> torch.Tensor:
+    """The next call of this forward pass, with all of its decoder layer around it.
+
+    In one piece if the step can do that, which it says by a method of this name that takes the
+    number of the call and these arguments, and may give None for no.
+    """
+    forward = _PASS.get()
+    layer = next(forward.calls)
+    in_one_piece = getattr(forward.step, "compute_layer", None)
+    if in_one_piece is not None:
+        whole: torch.Tensor | None = in_one_piece(layer, kernel, x, cos, sin, options)
+        if whole is not None:
+            return whole
+    q, k, v = kernel.before_attention(x, cos, sin)
+    return kernel.after_attention(x, forward.step.attend(layer, q, k, v, options))
 
 
 def register_attention() -> None:

@@ -123,8 +123,8 @@ class AsyncEngine:
             dtype: of the weights; None takes float32 on a CPU, the checkpoint's own on a GPU.
             device: where to compute; None takes a GPU if torch has one.
             weights: `"int8"` rounds the weights of linear layers and of the embedding to one byte:
-                a quarter of the memory, and faster on CPUs that multiply bytes; None leaves them as
-                they are.
+                a quarter of the memory, and faster, most so with few requests at once; None leaves
+                them as they are.
             cache_dir: where converted models are kept; None takes the user's cache folder.
             adapters: LoRA adapters (the extra `lora`): a folder or hub id for each name by which
                 requests choose them.

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import attrs
 import torch
 
-from kvpage.attention import AttentionOptions, attend_packed
+from kvpage.attention import AttentionOptions, attend_packed, compute_layer
 from kvpage.kernels import cpu_rows
 from kvpage.kernels.cpu_layer import LayerKernel
 from kvpage.packed_linear import PanelLinear
@@ -162,7 +162,7 @@ class FusedLayer(torch.nn.Module):
         self._kernel: LayerKernel | None = None
 
     def prepare(self) -> None:
-        """Compute by one kernel before attention and one after it, where that can be.
+        """Compute by one kernel, with attention or around it, where that can be.
 
         To be called when the linear layers are packed and nothing moves any more.
         """
@@ -196,9 +196,9 @@ class FusedLayer(torch.nn.Module):
         else:
             x = hidden_states[0].contiguous()
             cos, sin = position_embeddings
-            q, k, v = self._kernel.before_attention(x, cos[0].contiguous(), sin[0].contiguous())
-            attended = attend_packed(q, k, v, self.attention.options)
-            hidden_states = self._kernel.after_attention(x, attended)[None]
+            hidden_states = compute_layer(
+                self._kernel, x, cos[0].contiguous(), sin[0].contiguous(), self.attention.options
+            )[None]
         return (hidden_states,) if self.returns_tuple else hidden_states
 
 

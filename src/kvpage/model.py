@@ -88,6 +88,31 @@ class _PagedStep:
             sinks=options.sinks,
         )
 
+    def compute_layer(
+        self,
+        layer: int,
+        kernel: Any,
+        x: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        options: AttentionOptions,
+    ) -> torch.Tensor | None:
+        if self.backend.compute_layer is None:
+            return None
+        return self.backend.compute_layer(
+            kernel,
+            x,
+            cos,
+            sin,
+            *self.layers[layer],
+            self.batch,
+            self.slots,
+            scale=options.scale,
+            window=options.window,
+            softcap=options.softcap,
+            sinks=options.sinks,
+        )
+
 
 class PagedModel:
     """A causal language model of transformers that attends through `AttentionStep`.

@@ -28,17 +28,25 @@ class PanelLinear(torch.nn.Module):
     """What `torch.nn.Linear` does, in float32, from panels that our own kernel multiplies.
 
     Args:
-        linear: its weights and its bias are copied.
+        linear: its bias is copied, and its weights are.
         room: where to; None makes room for this layer alone.
+        rounded: weights in its stead: `int8[out_features, in_features]`, and the scales
+            `float32[out_features]` that they are to be multiplied with.
     """
 
-    def __init__(self, linear: torch.nn.Linear, room: Room | None = None) -> None:
+    def __init__(
+        self,
+        linear: torch.nn.Linear,
+        room: Room | None = None,
+        rounded: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> None:
         super().__init__()
         self.in_features = linear.in_features
         self.out_features = linear.out_features
         bias = None if linear.bias is None else linear.bias.detach()
-        weight = linear.weight.detach()
-        self.panels = Panels.of(weight, bias, room or Room([(weight.shape[0], weight.shape[1])]))
+        weight, scales = rounded or (linear.weight.detach(), None)
+        room = room or Room([(self.out_features, self.in_features)], weight.dtype)
+        self.panels = Panels.of(weight, bias, room, scales)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """`[..., in_features]` to `[..., out_features]`."""

@@ -1,9 +1,10 @@
 """Linear layers and embeddings with weights in one byte, on a CPU.
 
-Weights have one scale for each output; inputs are rounded to one byte as they come, with one scale
-for each row (dynamic quantisation, as in LLM.int8(), Dettmers et al., 2022, without its outliers
-apart). Products of bytes are summed exactly; the scales are applied to the sums. What a row gives
-depends on that row alone.
+Weights have one scale for each output. Where the processor multiplies bytes, inputs are rounded as
+they come, with one scale for each row (dynamic quantisation, as in LLM.int8(), Dettmers et al.,
+2022, without its outliers apart): products of bytes are summed exactly, and the scales are applied
+to the sums. On other processors inputs stay as they are, and weights are widened on their way into
+our own kernel. What a row gives depends on that row alone, both ways.
 """
 
 from typing import Any
@@ -12,37 +13,39 @@ import torch
 
 from kvpage.errors import ConfigError
 from kvpage.kernels import cpu_rows
-from kvpage.packed_linear import is_plain
+from kvpage.kernels.cpu_product import Room
+from kvpage.packed_linear import PanelLinear, is_plain
 
 _INT8_MAX = 127
 _INSTRUCTIONS = ("avx512_vnni", "avx_vnni")
 
 
 def check_int8(device: torch.device, dtype: torch.dtype | str) -> None:
-    """Refuse weights in one byte where they would be slow or wrong.
-
-    Without instructions for products of bytes, oneDNN adds pairs of them in 16 bits, which
-    overflow.
+    """Refuse weights in one byte where there is nothing that multiplies by them.
 
     Raises:
-        ConfigError: says what is missing.
+        ConfigError: says where there is.
     """
     if device.type != "cpu" or dtype not in ("float32", torch.float32):
         raise ConfigError(
             f"weights='int8' is for float32 models on a CPU, this is {dtype} on {device.type}; "
             "leave weights out"
         )
+
+
+def multiplies_bytes() -> bool:
+    """Whether this processor, and this torch, do: `QuantisedLinear` needs that.
+
+    Without instructions for products of bytes, oneDNN adds pairs of them in 16 bits, which
+    overflow.
+    """
     features = torch.cpu.get_capabilities()
     has_onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    if not has_onednn or not any(features.get(name) for name in _INSTRUCTIONS):
-        raise ConfigError(
-            "weights='int8' needs torch with oneDNN and a CPU that multiplies bytes (AVX-512 VNNI "
-            "or AVX-VNNI), and this machine has not both; leave weights out"
-        )
+    return has_onednn and any(features.get(name) for name in _INSTRUCTIONS)
 
 
 class QuantisedLinear(torch.nn.Module):
-    """What `torch.nn.Linear` does, approximately, from weights in one byte.
+    """What `torch.nn.Linear` does, approximately, from weights and inputs in one byte.
 
     Args:
         linear: its weights are rounded and copied, its bias is shared.
@@ -120,19 +123,26 @@ def quantise_weights(model: Any) -> None:
         for name, child in parent.named_children()
         if is_plain(child) or (child is embedding and type(child) is torch.nn.Embedding)
     ]
-    linears = 0
+    layers = (getattr(parent, name) for parent, name in places)
+    shapes = [(each.out_features, each.in_features) for each in layers if is_plain(each)]
+    room = None if multiplies_bytes() else Room(shapes, torch.int8)
     for parent, name in places:
         child = getattr(parent, name)
-        if isinstance(child, torch.nn.Embedding):
-            setattr(parent, name, QuantisedEmbedding(child))
-        else:
-            setattr(parent, name, QuantisedLinear(child))
-            linears += 1
-    if not linears:
+        setattr(parent, name, _quantised(child, room))
+    if not shapes:
         raise ConfigError(
             f"weights='int8' is for linear layers, and model type {model.config.model_type!r} has "
             "none that is plain; leave weights out"
         )
+
+
+def _quantised(child: torch.nn.Module, room: Room | None) -> torch.nn.Module:
+    if isinstance(child, torch.nn.Embedding):
+        return QuantisedEmbedding(child)
+    assert isinstance(child, torch.nn.Linear)
+    if room is None:
+        return QuantisedLinear(child)
+    return PanelLinear(child, room, _rounded(child.weight.detach()))
 
 
 def _rounded(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

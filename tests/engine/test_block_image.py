@@ -6,7 +6,7 @@ import pytest
 
 from kvpage import AsyncEngine, BlockImage, BlockMap, EngineClosed, SamplingParams
 from tests.engine.runners import GEOMETRY, GatedRunner
-from tests.engine.scenes import BACKENDS, fake_engine
+from tests.engine.scenes import BACKENDS, asked, fake_engine
 
 PROMPT = list(range(10))
 
@@ -21,7 +21,7 @@ async def seen(engine: AsyncEngine, runner: GatedRunner) -> tuple[BlockImage, Bl
     await runner.gate.held()
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(look)
-        await anyio.lowlevel.checkpoint()
+        await asked(engine)
         runner.gate.allow(1)
     return found[0], found[0].block_map()
 

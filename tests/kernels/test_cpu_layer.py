@@ -1,14 +1,17 @@
-"""A decoder layer in two calls, against the same in float64."""
+"""A decoder layer in two calls, against the same in float64, and in one, against the two."""
 
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F  # noqa: N812
 
-from kvpage.kernels import cpu_threads
+from kvpage.kernels import cpu, cpu_threads
 from kvpage.kernels.cpu_layer import LayerKernel
 from kvpage.kernels.cpu_product import Panels, Room
+from kvpage.kernels.work import AttentionBatch
 
 HIDDEN, WIDTH, ROTARY = 70, 150, 12
 Q, K, V = (6, 20), (2, 20), (2, 24)
@@ -122,6 +125,64 @@ def test_several_python_threads_share_a_layer() -> None:
 
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(work, range(40)))
+
+
+def check_in_one_piece(
+    layer: Layer, batch: AttentionBatch, dtype: torch.dtype, window: int
+) -> None:
+    num_rows = batch.num_tokens
+    x, cos, sin = layer.inputs(num_rows)
+    slots = torch.arange(num_rows).flip(0)
+    slots[2] = -1
+    options: dict[str, Any] = {"scale": 0.3, "window": window, "sinks": layer.draw(Q[0])}
+    k_pool, v_pool = (layer.draw(num_rows + 40, *heads).to(dtype) for heads in (K, V))
+    k_copy, v_copy = k_pool.clone(), v_pool.clone()
+    q, k, v = layer.kernel.before_attention(x, cos, sin)
+    cpu.write_kv(k, v, k_pool, v_pool, slots)
+    attended = cpu.paged_attention(q, k_pool, v_pool, batch, **options)
+    expected = layer.kernel.after_attention(x, attended)
+    actual = cpu.compute_layer(layer.kernel, x, cos, sin, k_copy, v_copy, batch, slots, **options)
+    assert actual is not None
+    assert torch.equal(actual, expected)
+    assert torch.equal(k_copy, k_pool)
+    assert torch.equal(v_copy, v_pool)
+
+
+def batch_of(*lengths: tuple[int, int]) -> AttentionBatch:
+    """Sequences of so many queries and keys each, in blocks of 8 of the same few slots."""
+    queries, keys = (np.array(each, np.int32) for each in zip(*lengths, strict=True))
+    table = np.random.default_rng(0).integers(0, 5, (len(lengths), -(-max(keys) // 8)))
+    rows = np.arange(len(lengths), dtype=np.int32)
+    return AttentionBatch(table.astype(np.int32), rows, queries, keys, 8)
+
+
+@pytest.mark.parametrize("window", [0, 9])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_call_gives_what_two_give(dtype: torch.dtype, window: int) -> None:
+    """To the last bit: rows alone and in chunks, short and in parts; what is written, too."""
+    layer = Layer()
+    for lengths in ([(1, 5), (1, 300), (1, 1)], [(9, 40), (1, 20), (4, 4)], [(3, 7)]):
+        check_in_one_piece(layer, batch_of(*lengths), dtype, window)
+
+
+def test_one_call_without_openmp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention is a pass of its own there."""
+    monkeypatch.setattr(cpu_threads, "openmp_address", lambda: 0)
+    monkeypatch.setattr(cpu_threads, "_openmp", lambda: None)
+    batch = batch_of((1, 300), (5, 20))
+    with ThreadPoolExecutor(1) as fresh:
+        fresh.submit(check_in_one_piece, Layer(), batch, torch.float32, 0).result()
+
+
+def test_pools_of_other_types_take_calls_of_their_own() -> None:
+    """Nothing is computed, and nothing written."""
+    layer, batch = Layer(), batch_of((3, 3))
+    x, cos, sin = layer.inputs(3)
+    k, v = (torch.zeros(40, *heads, dtype=torch.float16) for heads in (K, V))
+    slots = torch.arange(3)
+    assert cpu.compute_layer(layer.kernel, x, cos, sin, k, v, batch, slots, scale=1.0) is None
+    assert not k.any()
+    assert not v.any()
 
 
 def test_a_layer_that_is_gone_leaves_nothing() -> None:

@@ -4,28 +4,22 @@ import pytest
 import torch
 
 from kvpage import ConfigError
+from kvpage.kernels.cpu_product import SLICE_INPUTS, TILE_ROWS
 from kvpage.model import share_model
+from kvpage.packed_linear import PanelLinear
 from kvpage.quantised_linear import (
     QuantisedEmbedding,
     QuantisedLinear,
     check_int8,
+    multiplies_bytes,
     quantise_weights,
 )
 from tests.model.families import PROMPTS, WholeSequence, family_model, logits_of, unchanged
 
-
-def multiplies_bytes() -> bool:
-    try:
-        check_int8(torch.device("cpu"), torch.float32)
-    except ConfigError:
-        return False
-    return True
+multiplying = pytest.mark.skipif(not multiplies_bytes(), reason="this CPU does not multiply bytes")
 
 
-needs_int8 = pytest.mark.skipif(not multiplies_bytes(), reason="this CPU does not multiply bytes")
-
-
-@needs_int8
+@multiplying
 @pytest.mark.parametrize("rows", [1, 2, 15, 64, 200])
 @pytest.mark.parametrize("bias", [True, False])
 def test_the_product_is_that_of_rounded_numbers(rows: int, bias: bool) -> None:
@@ -49,7 +43,7 @@ def _rounded(x: torch.Tensor) -> torch.Tensor:
     return (x / scales).round() * scales
 
 
-@needs_int8
+@multiplying
 def test_a_row_does_not_depend_on_its_company() -> None:
     """Alone or among rows a thousand times larger."""
     torch.manual_seed(0)
@@ -71,10 +65,43 @@ def test_an_embedding_is_within_half_a_step() -> None:
     assert bool((error <= exact.abs().amax(dim=-1) / 127 * 0.5001).all())
 
 
-@needs_int8
+def panels_of_bytes(linear: torch.nn.Linear) -> tuple[PanelLinear, torch.Tensor]:
+    """A layer, and the weights it has: the nearest whole steps."""
+    weight = linear.weight.detach()
+    scales = weight.abs().amax(dim=1) / 127
+    steps = (weight / scales[:, None]).round()
+    return PanelLinear(linear, None, (steps.to(torch.int8), scales)), steps * scales[:, None]
+
+
+@pytest.mark.parametrize("inputs", [96, 2 * SLICE_INPUTS + 7])
+@pytest.mark.parametrize("bias", [True, False])
+def test_panels_of_bytes_give_the_product_of_rounded_weights(inputs: int, bias: bool) -> None:
+    """In float32, for any number of rows, each as it is alone."""
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(inputs, 70, bias=bias)
+    most = 3 * TILE_ROWS + 2
+    x = torch.randn(most, inputs) * torch.logspace(-3, 3, most)[:, None]
+    with torch.inference_mode():
+        layer, weight = panels_of_bytes(linear)
+        expected = torch.nn.functional.linear(
+            x.double(), weight.double(), None if linear.bias is None else linear.bias.double()
+        )
+        alone = torch.cat([layer(x[i : i + 1]) for i in range(most)])
+        for rows in range(1, most + 1):
+            assert torch.equal(layer(x[:rows]), alone[:rows])
+    size = expected.abs().amax(dim=-1, keepdim=True)
+    assert float(((alone - expected) / size).abs().max()) < 1e-5
+
+
+@pytest.mark.parametrize("multiplies", [True, False])
 @pytest.mark.parametrize("model_type", ["llama", "olmo2", "qwen2"])
-def test_a_model_in_bytes_is_near(model_type: str) -> None:
+def test_a_model_in_bytes_is_near(
+    model_type: str, multiplies: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No float32 matrix is left, and logits are within a few hundredths of the largest."""
+    if multiplies and not multiplies_bytes():
+        pytest.skip("this CPU does not multiply bytes")
+    monkeypatch.setattr("kvpage.quantised_linear.multiplies_bytes", lambda: multiplies)
     model = share_model(family_model(model_type))
     with torch.inference_mode():
         before = [logits_of(model, each, WholeSequence(unchanged)) for each in PROMPTS]
@@ -94,12 +121,18 @@ def test_a_model_without_linear_layers_is_refused() -> None:
         quantise_weights(model.module)
 
 
-def test_bytes_are_refused_where_they_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU, for other weights than float32, and on a CPU without the instructions."""
+def test_bytes_are_refused_where_they_cannot_be_had() -> None:
+    """On a GPU, and for other weights than float32."""
     with pytest.raises(ConfigError, match=r"this is torch.float32 on cuda"):
         check_int8(torch.device("cuda"), torch.float32)
     with pytest.raises(ConfigError, match=r"this is bfloat16 on cpu"):
         check_int8(torch.device("cpu"), "bfloat16")
+    check_int8(torch.device("cpu"), torch.float32)
+
+
+def test_a_cpu_without_the_instructions_does_not_multiply_bytes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whatever else it has."""
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_f": True})
-    with pytest.raises(ConfigError, match="a CPU that multiplies bytes"):
-        check_int8(torch.device("cpu"), torch.float32)
+    assert not multiplies_bytes()

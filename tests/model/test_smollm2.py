@@ -12,7 +12,6 @@ import pytest
 
 from kvpage import AsyncEngine, Chat, ConfigError, SamplingParams
 from kvpage.pretrained import default_model_path, load_pretrained
-from tests.model.test_quantised_linear import needs_int8
 
 MAX_TOKENS = 20
 PROMPTS = [
@@ -106,7 +105,6 @@ async def test_every_strategy_gives_the_same_tokens(
             assert list(completion.token_ids) == output[0, ids["input_ids"].shape[1] :].tolist()
 
 
-@needs_int8
 async def test_weights_in_bytes_write_sense(oracle: tuple[Any, Any]) -> None:
     """What the model is sure of, it still says."""
     _, tokenizer = oracle

@@ -18,9 +18,7 @@ MaxModelLen = Annotated[int | None, typer.Option(help="Longest sequence, in toke
 MaxNumSeqs = Annotated[int, typer.Option(help="Sequences that run at once.")]
 MaxBatchTokens = Annotated[int, typer.Option(help="Tokens per step.")]
 Dtype = Annotated[str | None, typer.Option(help="Of the weights, like bfloat16.")]
-Weights = Annotated[
-    str | None, typer.Option(help="int8 rounds them to one byte, on CPUs that multiply bytes.")
-]
+Weights = Annotated[str | None, typer.Option(help="int8 rounds them to one byte, on CPUs.")]
 KVDtype = Annotated[
     str,
     typer.Option("--kv-dtype", "--kv-cache-dtype", help="How K and V are stored, like bfloat16."),

@@ -7,6 +7,7 @@ the libraries behind them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, get_args
 
 import attrs
@@ -72,12 +73,17 @@ class CopyBlocks(Protocol):
 
 @attrs.frozen
 class AttentionBackend:
-    """The kernels that a model needs, from one implementation."""
+    """The kernels that a model needs, from one implementation.
+
+    Attributes:
+        compute_layer: a decoder layer and all; see `cpu.compute_layer`.
+    """
 
     name: BackendName
     paged_attention: PagedAttention
     write_kv: WriteKV
     copy_blocks: CopyBlocks
+    compute_layer: Callable[..., torch.Tensor | None] | None = None
 
 
 def attention_backend(name: BackendName) -> AttentionBackend:
@@ -96,7 +102,9 @@ def attention_backend(name: BackendName) -> AttentionBackend:
     if name == "numba":
         from kvpage.kernels import cpu
 
-        return AttentionBackend(name, cpu.paged_attention, cpu.write_kv, cpu.copy_blocks)
+        return AttentionBackend(
+            name, cpu.paged_attention, cpu.write_kv, cpu.copy_blocks, cpu.compute_layer
+        )
     if name == "triton":
         from kvpage.kernels import cache_write, paged_attention
 

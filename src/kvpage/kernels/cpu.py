@@ -1,5 +1,6 @@
 """Paged attention on the CPU, compiled by numba and run on torch's own threads."""
 
+import ctypes
 import threading
 from typing import Any
 
@@ -7,6 +8,7 @@ import torch
 
 from kvpage.kernels import cpu_rows, cpu_threads
 from kvpage.kernels.cpu_kernel import STORED_AS, Job, kernel
+from kvpage.kernels.cpu_layer import LayerKernel
 from kvpage.kernels.cpu_plan import Plan, Shape, plan_step
 from kvpage.kernels.quantisation import quantised
 from kvpage.kernels.work import AttentionBatch
@@ -48,10 +50,52 @@ def paged_attention(
     job.sinks, job.alibi_slopes = (0 if x is None else x.data_ptr() for x in per_head)
     job.scale, job.softcap = scale, softcap
     plan.counters.fill(0)
-    cpu_threads.run(kernel(k_pool.dtype).address, job, 1 if job.num_items == 1 else threads)
+    cpu_threads.run(
+        kernel(k_pool.dtype).address,
+        ctypes.addressof(job),
+        1 if job.num_items == 1 else threads,
+    )
     if out is None:
         return result if q.dtype == torch.float32 else result.to(q.dtype)
     return out if result is out else out.copy_(result)
+
+
+def compute_layer(
+    layer: LayerKernel,
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+    batch: AttentionBatch,
+    slots: torch.Tensor,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor | None:
+    """A whole decoder layer in one call: `write_kv` and `paged_attention` within `LayerKernel`.
+
+    Returns:
+        `float32[T, hidden]`; None if the pools are of a kind that it does not write.
+    """
+    num_rows = x.shape[0]
+    if k_pool.dtype != v_pool.dtype or not all(map(cpu_rows.is_writable, (k_pool, v_pool))):
+        return None
+    q, attended = layer.between(num_rows)
+    shape = (layer.shape, layer.heads, num_rows, _layout(k_pool), _layout(v_pool))
+    key = (*shape, window, torch.get_num_threads(), threading.get_ident())
+    plan = batch.planned(key, lambda: _plan(batch, q, k_pool, v_pool, attended, key))
+    job = plan.job
+    job.q, job.out = q.data_ptr(), attended.data_ptr()
+    job.k, job.v = k_pool.data_ptr(), v_pool.data_ptr()
+    slots, sinks = slots.contiguous(), None if sinks is None else sinks.float().contiguous()
+    job.sinks, job.alibi_slopes = 0 if sinks is None else sinks.data_ptr(), 0
+    job.scale, job.softcap = scale, softcap
+    plan.counters.fill(0)
+    attention = (kernel(k_pool.dtype).address, ctypes.addressof(job), job.num_items)
+    return layer.compute(x, cos, sin, (k_pool, v_pool), slots, attention)
 
 
 def _layout(x: torch.Tensor) -> tuple[Any, ...]:

@@ -1,8 +1,8 @@
-"""A decoder layer on a CPU in two calls: what comes before attention, and what comes after it.
+"""A decoder layer on a CPU in one call, or in two: before attention, and after it.
 
 Between two calls of the host, at few rows, the processor waits: a layer of a small model takes
-about as long as the dozen operators that transformers makes of it need to be called. Here each half
-is one `Program`.
+about as long as the dozen operators that transformers makes of it need to be called. Here all of it
+is one `Program`, and each half is, for whoever attends in a way of his own.
 """
 
 import threading
@@ -12,13 +12,28 @@ from typing import Any, TypeAlias
 import torch
 
 from kvpage.kernels.cpu_product import Panels
-from kvpage.kernels.cpu_rows import ADD, GATE, NORM, ROTATE, Job, Program, job, product_job
+from kvpage.kernels.cpu_rows import (
+    ADD,
+    CALL,
+    GATE,
+    NORM,
+    ROTATE,
+    WRITE,
+    WRITERS,
+    Job,
+    Program,
+    job,
+    product_job,
+)
 
 Norm: TypeAlias = tuple[torch.Tensor, float]
 """Weight and epsilon."""
 
 Heads: TypeAlias = tuple[int, int]
 """Their number and their dim."""
+
+Attention: TypeAlias = tuple[int, int, int]
+"""The address of a C function, its argument, and how many items it has for threads to share."""
 
 
 class LayerKernel:
@@ -69,11 +84,55 @@ class LayerKernel:
         num_rows = x.shape[0]
         programs = self._programs(num_rows)
         norm, _, rotation = programs.before.jobs
-        norm.source = x.data_ptr()
-        rotation.cos, rotation.sin = cos.data_ptr(), sin.data_ptr()
-        rotation.rotary_dim, rotation.table_row_bytes = cos.shape[1], cos.shape[1] * 4
+        _set_inputs(norm, rotation, x, cos, sin)
         programs.before.run(num_rows)
         return programs.space.heads(self.heads, num_rows)
+
+    def between(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where `compute` puts Q, and where it wants the output of attention: `[T, heads, dim]`."""
+        space = self._programs(num_rows).space
+        (num_q, _), _, (_, v_dim) = self.heads
+        return space.heads(self.heads, num_rows)[0], space.attended[:num_rows].view(
+            num_rows, num_q, v_dim
+        )
+
+    def compute(
+        self,
+        x: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        pools: tuple[torch.Tensor, torch.Tensor],
+        slots: torch.Tensor,
+        attention: Attention,
+    ) -> torch.Tensor:
+        """All of the layer.
+
+        Args:
+            x: as in `before_attention`, and so are `cos` and `sin`.
+            cos: of positions.
+            sin: of positions.
+            pools: of K and V, for which `can_write` is true; written.
+            slots: `int64[T]`, contiguous, where K and V go.
+            attention: what to call when they are written, with Q and the output `between`.
+
+        Returns:
+            `float32[T, hidden]`: the layer's output.
+        """
+        num_rows = x.shape[0]
+        programs = self._programs(num_rows)
+        norm, _, rotation, *writers, call, _, first_sum, second_norm, _, _, _, last_sum = (
+            programs.whole_jobs
+        )
+        result = torch.empty_like(x)
+        _set_inputs(norm, rotation, x, cos, sin)
+        at = slots.data_ptr()
+        for writer, pool in zip(writers, pools, strict=True):
+            writer.operation, writer.slots, writer.result = WRITERS[pool.dtype], at, pool.data_ptr()
+            writer.result_row_bytes = pool.stride(0) * pool.element_size()
+        call.entry, call.argument, call.num_items = attention
+        _set_sums(first_sum, second_norm, last_sum, x, result)
+        programs.whole.run(num_rows)
+        return result
 
     def after_attention(self, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """Project, add, norm, and the MLP.
@@ -91,8 +150,7 @@ class LayerKernel:
         result = torch.empty_like(x)
         out, first_sum, norm, _, _, _, last_sum = program.jobs
         out.source = attended.data_ptr()
-        first_sum.addend = x.data_ptr()
-        first_sum.result = norm.source = last_sum.addend = last_sum.result = result.data_ptr()
+        _set_sums(first_sum, norm, last_sum, x, result)
         program.run(num_rows)
         return result
 
@@ -105,6 +163,21 @@ class LayerKernel:
         return made
 
 
+def _set_inputs(
+    norm: Job, rotation: Job, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> None:
+    norm.source = x.data_ptr()
+    rotation.cos, rotation.sin = cos.data_ptr(), sin.data_ptr()
+    rotation.rotary_dim, rotation.table_row_bytes = cos.shape[1], cos.shape[1] * 4
+
+
+def _set_sums(
+    first_sum: Job, norm: Job, last_sum: Job, x: torch.Tensor, result: torch.Tensor
+) -> None:
+    first_sum.addend = x.data_ptr()
+    first_sum.result = norm.source = last_sum.addend = last_sum.result = result.data_ptr()
+
+
 class _Programs:
     """A layer's passes over a workspace; sources and results outside of it are set for each call.
 
@@ -112,12 +185,28 @@ class _Programs:
         space: what lies between the passes.
         before: norm, product, rotation.
         after: product, sum, norm, product, gate, product, sum.
+        whole: `before`, K and V written, a call, `after`.
+        whole_jobs: its jobs.
     """
 
     def __init__(self, kernel: LayerKernel, space: "_Workspace") -> None:
         self.space = space
-        self.before = Program(self._before(kernel))
-        self.after = Program(self._after(kernel))
+        before, after = self._before(kernel), self._after(kernel)
+        self.before, self.after = Program(before), Program(after)
+        self.whole = Program([*before, *self._writers(kernel), Job(operation=CALL), *after])
+        self.whole_jobs = tuple(self.whole.jobs)
+
+    def _writers(self, kernel: LayerKernel) -> list[Job]:
+        """Of K and V as they lie behind Q."""
+        widths = [heads * dim for heads, dim in kernel.heads]
+        row_bytes = self.space.qkv.shape[1] * 4
+        return [
+            job(
+                WRITE, 0, width=width, bytes_per_row=8 * width, source_row_bytes=row_bytes,
+                source=self.space.qkv.data_ptr() + 4 * begin,
+            )
+            for width, begin in zip(widths[1:], accumulate(widths), strict=False)
+        ]  # fmt: skip
 
     def _before(self, kernel: LayerKernel) -> list[Job]:
         (num_q, head_dim), (num_k, _), _ = kernel.heads
@@ -134,8 +223,7 @@ class _Programs:
 
     def _after(self, kernel: LayerKernel) -> list[Job]:
         width = kernel.down.inputs
-        out = _product(kernel.out, None, self.space.projected)
-        out.source_row_bytes = kernel.out.inputs * 4
+        out = _product(kernel.out, self.space.attended, self.space.projected)
         gate = job(
             GATE, 0, bytes_per_row=12 * width, width=width,
             source=self.space.gate_up.data_ptr(), source_row_bytes=self.space.gate_up.shape[1] * 4,
@@ -179,6 +267,7 @@ class _Workspace:
         self.capacity = capacity
         self.normed = rows(kernel.qkv.inputs)
         self.qkv = rows(kernel.qkv.padded_outputs)
+        self.attended = rows(kernel.out.inputs)
         self.projected = rows(max(kernel.out.padded_outputs, kernel.down.padded_outputs))
         self.gate_up = rows(kernel.gate_up.padded_outputs)
         self.gated = rows(kernel.down.inputs)
@@ -201,10 +290,9 @@ class _Workspace:
         return q, k, v
 
 
-def _product(panels: Panels, source: torch.Tensor | None, result: torch.Tensor) -> Job:
+def _product(panels: Panels, source: torch.Tensor, result: torch.Tensor) -> Job:
     made = product_job(panels, 0)
-    if source is not None:
-        made.source, made.source_row_bytes = source.data_ptr(), source.shape[1] * 4
+    made.source, made.source_row_bytes = source.data_ptr(), source.shape[1] * 4
     made.result, made.result_row_bytes = result.data_ptr(), result.shape[1] * 4
     return made
 

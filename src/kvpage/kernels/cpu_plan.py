@@ -39,7 +39,7 @@ class Plan:
     memory: tuple[npt.NDArray[Any], ...]
 
 
-def _plan_items(
+def _cut_items(
     rows: Any, query_lens: Any, kv_lens: Any, group: int, kv_heads: int, window: int,
     items: Any, merges: Any,
 ) -> tuple[int, int, int]:  # fmt: skip
@@ -89,11 +89,25 @@ def _plan_items(
 
 @functools.cache
 def planner() -> Callable[..., tuple[int, int, int]]:
-    """`_plan_items`, compiled or loaded from numba's cache."""
+    """`_cut_items`, compiled or loaded from numba's cache."""
     lengths = numba.types.int32[::1]
     items, merges = (numba.types.Array(numba.from_dtype(d), 1, "C") for d in (ITEM, MERGE))
     signature = (*[lengths] * 3, *[numba.types.int64] * 3, items, merges)
-    compiled = cached(functools.partial(numba.njit, signature, nogil=True), _plan_items)
+    # numba's cache knows of this file and of what this closure holds: name the constants of others.
+    constants = (PART_KEYS, QUERY_LANES)
+    cut_items = numba.njit(_cut_items)
+
+    def plan_items(
+        rows: Any, query_lens: Any, kv_lens: Any, group: int, kv_heads: int, window: int,
+        items: Any, merges: Any,
+    ) -> tuple[int, int, int]:  # fmt: skip
+        _ = constants
+        numbers: tuple[int, int, int] = cut_items(
+            rows, query_lens, kv_lens, group, kv_heads, window, items, merges
+        )
+        return numbers
+
+    compiled = cached(functools.partial(numba.njit, signature, nogil=True), plan_items)
     return cast(Callable[..., tuple[int, int, int]], compiled)
 
 

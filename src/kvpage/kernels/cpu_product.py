@@ -6,6 +6,10 @@ as well. Each panel is multiplied with up to `TILE_ROWS` rows at a time, all sum
 group of panels stays in the second-level cache while all rows pass by (Goto and van de Geijn,
 2008); a panel too long for that is cut into slices of inputs.
 
+Weights may be rounded to one byte, with a scale for each output. Up to `TILE_ROWS` rows they are
+widened on their way into registers, for more rows panel by panel beforehand; either way the same
+sums are taken, and scaled at last.
+
 The sum of each output is taken over the inputs in their order, whatever the number of rows.
 """
 
@@ -13,14 +17,22 @@ import ctypes
 import functools
 import mmap
 import sys
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, cast
 
 import attrs
 import numba
 import torch
 
-from kvpage.kernels.simd import LANES, PANEL, product_tile
+from kvpage.kernels.simd import (
+    LANES,
+    PANEL,
+    load,
+    load_bytes,
+    product_tile,
+    stack_floats,
+    store,
+)
 
 TILE_ROWS = 6 if LANES == 8 else 12
 """Sums of a tile and what they are made from just fit into the registers."""
@@ -32,10 +44,8 @@ SLICE_INPUTS = GROUP_BYTES // (PANEL * 4)
 
 ITEMS_PER_THREAD = 4
 
-_tile_1, _tile_2, _tile_3, _tile_4, _tile_5, _tile_6, _tile_8, _tile_12 = map(
-    product_tile, (1, 2, 3, 4, 5, 6, 8, 12)
-)
 _compiled = functools.partial(numba.njit, error_model="numpy")
+_slice_floats = stack_floats(SLICE_INPUTS * PANEL)
 
 
 @attrs.frozen(eq=False)
@@ -43,18 +53,27 @@ class Panels:
     """Weights of a linear layer, packed.
 
     Attributes:
-        weight: `float32[panels, inputs, PANEL]`; outputs that the layer does not have are zero.
+        weight: `float32` or `int8[panels, inputs, PANEL]`; outputs that the layer does not have are
+            zero.
         bias: `float32[panels * PANEL]`; zeros if the layer has none.
+        scales: `float32[panels * PANEL]`: of the outputs, if weights are bytes.
         outputs: of the layer.
     """
 
     weight: torch.Tensor
     bias: torch.Tensor
+    scales: torch.Tensor | None
     outputs: int
 
     @classmethod
-    def of(cls, weight: torch.Tensor, bias: torch.Tensor | None, room: "Room") -> "Panels":
-        """Pack `float32[outputs, inputs]`."""
+    def of(
+        cls,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        room: "Room",
+        scales: torch.Tensor | None = None,
+    ) -> "Panels":
+        """Pack `float32[outputs, inputs]`, or `int8` with scales `float32[outputs]`."""
         outputs, inputs = weight.shape
         panels = -(-outputs // PANEL)
         packed = room.take(panels * inputs * PANEL).view(panels, inputs, PANEL)
@@ -63,10 +82,14 @@ class Panels:
         if whole < panels:
             packed[whole] = 0
             packed[whole, :, : outputs - whole * PANEL] = weight[whole * PANEL :].T
-        start = weight.new_zeros(panels * PANEL)
-        if bias is not None:
-            start[:outputs] = bias
-        return cls(packed, start, outputs)
+
+        def padded(numbers: torch.Tensor | None) -> torch.Tensor:
+            result = torch.zeros(panels * PANEL)
+            if numbers is not None:
+                result[:outputs] = numbers
+            return result
+
+        return cls(packed, padded(bias), None if scales is None else padded(scales), outputs)
 
     @property
     def inputs(self) -> int:
@@ -92,23 +115,26 @@ class Room:
 
     Args:
         shapes: outputs and inputs of the layers.
+        dtype: of their weights.
     """
 
-    def __init__(self, shapes: Iterable[tuple[int, int]]) -> None:
+    def __init__(
+        self, shapes: Iterable[tuple[int, int]], dtype: torch.dtype = torch.float32
+    ) -> None:
         sizes = (-(-outputs // PANEL) * PANEL * inputs for outputs, inputs in shapes)
-        self._floats = torch.empty(sum(sizes))
+        self._numbers = torch.empty(sum(sizes), dtype=dtype)
         self._taken = 0
-        _ask_for_large_pages(self._floats)
+        _ask_for_large_pages(self._numbers)
 
     def take(self, size: int) -> torch.Tensor:
-        """The next so many floats, as they come."""
+        """The next so many numbers, as they come."""
         begin, self._taken = self._taken, self._taken + size
-        return self._floats[begin : self._taken]
+        return self._numbers[begin : self._taken]
 
 
-def _ask_for_large_pages(floats: torch.Tensor) -> None:
-    begin = -(-floats.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-    size = floats.data_ptr() + floats.nbytes - begin
+def _ask_for_large_pages(numbers: torch.Tensor) -> None:
+    begin = -(-numbers.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    size = numbers.data_ptr() + numbers.nbytes - begin
     if sys.platform == "linux" and size > 0:
         # What it answers does not matter: it is a wish.
         _MADVISE(ctypes.c_void_p(begin), ctypes.c_size_t(size), mmap.MADV_HUGEPAGE)
@@ -118,37 +144,47 @@ if sys.platform == "linux":
     _MADVISE = ctypes.CDLL(None).madvise
 
 
-@_compiled
-def _some_rows(
-    rows: int, x: int, x_row_bytes: int, panel: int, count: int,
-    start: int, start_row_bytes: int, to: int, to_row_bytes: int,
-) -> int:  # fmt: skip
-    """Multiply the first rows of so many; how many those were.
+def _row_products(*, of_bytes: bool) -> Callable[..., Any]:
+    """Make a numba function that multiplies the first of so many rows; how many those were.
 
     Not always as many as fit: one or two that are left over take as long as four.
     """
-    if TILE_ROWS >= 12 and (rows >= 15 or rows == 12):
-        _tile_12(x, x_row_bytes, panel, count, start, start_row_bytes, to, to_row_bytes)
-        return 12
-    if TILE_ROWS >= 12 and (rows >= 11 or rows == 8):
-        _tile_8(x, x_row_bytes, panel, count, start, start_row_bytes, to, to_row_bytes)
-        return 8
-    if rows >= 10 or rows == 6:
-        _tile_6(x, x_row_bytes, panel, count, start, start_row_bytes, to, to_row_bytes)
-        return 6
-    if rows in (5, 9):
-        _tile_5(x, x_row_bytes, panel, count, start, start_row_bytes, to, to_row_bytes)
-        return 5
-    if rows >= 4:
-        _tile_4(x, x_row_bytes, panel, count, start, start_row_bytes, to, to_row_bytes)
-        return 4
-    if rows == 3:
-        _tile_3(x, x_row_bytes, panel, count, start, start_row_bytes, to, to_row_bytes)
-    elif rows == 2:
-        _tile_2(x, x_row_bytes, panel, count, start, start_row_bytes, to, to_row_bytes)
-    else:
-        _tile_1(x, x_row_bytes, panel, count, start, start_row_bytes, to, to_row_bytes)
-    return rows
+    tile_1, tile_2, tile_3, tile_4, tile_5, tile_6, tile_8, tile_12 = (
+        product_tile(rows, of_bytes=of_bytes) for rows in (1, 2, 3, 4, 5, 6, 8, 12)
+    )
+
+    def some_rows(
+        rows: int, x: int, x_row_bytes: int, panel: int, count: int,
+        start: int, start_row_bytes: int, to: int, to_row_bytes: int,
+    ) -> int:  # fmt: skip
+        if TILE_ROWS >= 12 and (rows >= 15 or rows == 12):
+            tile_12(x, x_row_bytes, panel, count, start, start_row_bytes, to, to_row_bytes)
+            return 12
+        if TILE_ROWS >= 12 and (rows >= 11 or rows == 8):
+            tile_8(x, x_row_bytes, panel, count, start, start_row_bytes, to, to_row_bytes)
+            return 8
+        if rows >= 10 or rows == 6:
+            tile_6(x, x_row_bytes, panel, count, start, start_row_bytes, to, to_row_bytes)
+            return 6
+        if rows in (5, 9):
+            tile_5(x, x_row_bytes, panel, count, start, start_row_bytes, to, to_row_bytes)
+            return 5
+        if rows >= 4:
+            tile_4(x, x_row_bytes, panel, count, start, start_row_bytes, to, to_row_bytes)
+            return 4
+        if rows == 3:
+            tile_3(x, x_row_bytes, panel, count, start, start_row_bytes, to, to_row_bytes)
+        elif rows == 2:
+            tile_2(x, x_row_bytes, panel, count, start, start_row_bytes, to, to_row_bytes)
+        else:
+            tile_1(x, x_row_bytes, panel, count, start, start_row_bytes, to, to_row_bytes)
+        return rows
+
+    return cast(Callable[..., Any], _compiled(some_rows))
+
+
+_some_rows = _row_products(of_bytes=False)
+_some_rows_of_bytes = _row_products(of_bytes=True)
 
 
 @_compiled
@@ -156,6 +192,16 @@ def multiply_panels(job: Any, item: int) -> None:
     """One group of panels of a job of `cpu_rows`, with all rows."""
     first = item * job.panels_per_item
     last = min(first + job.panels_per_item, job.num_panels)
+    if job.scales:
+        for panel in range(first, last):
+            _multiply_bytes(job, panel)
+            _scale(job, panel)
+    else:
+        _multiply_floats(job, first, last)
+
+
+@_compiled
+def _multiply_floats(job: Any, first: int, last: int) -> None:
     slice_inputs = job.inputs if job.num_rows <= TILE_ROWS else SLICE_INPUTS
     for begin in range(0, job.inputs, slice_inputs):
         count = min(slice_inputs, job.inputs - begin)
@@ -174,3 +220,43 @@ def multiply_panels(job: Any, item: int) -> None:
                     start, start_row_bytes, to, job.result_row_bytes,
                 )  # fmt: skip
             row += rows
+
+
+@_compiled
+def _multiply_bytes(job: Any, panel: int) -> None:
+    weights = job.weight + panel * job.inputs * PANEL
+    result, widened = job.result + panel * PANEL * 4, _slice_floats()
+    few = job.num_rows <= TILE_ROWS
+    slice_inputs = job.inputs if few else SLICE_INPUTS
+    for begin in range(0, job.inputs, slice_inputs):
+        count = min(slice_inputs, job.inputs - begin)
+        if not few:
+            for i in range(0, count * PANEL, LANES):
+                store(widened + i * 4, load_bytes(weights + begin * PANEL + i))
+        row = 0
+        while row < job.num_rows:
+            x = job.source + row * job.source_row_bytes + begin * 4
+            to = result + row * job.result_row_bytes
+            start, start_row_bytes = job.zeros, 0
+            if begin > 0:
+                start, start_row_bytes = to, job.result_row_bytes
+            if few:
+                row += _some_rows_of_bytes(
+                    job.num_rows - row, x, job.source_row_bytes, weights, count,
+                    start, start_row_bytes, to, job.result_row_bytes,
+                )  # fmt: skip
+            else:
+                row += _some_rows(
+                    job.num_rows - row, x, job.source_row_bytes, widened, count,
+                    start, start_row_bytes, to, job.result_row_bytes,
+                )  # fmt: skip
+
+
+@_compiled
+def _scale(job: Any, panel: int) -> None:
+    """Give each output its scale and its bias."""
+    for row in range(job.num_rows):
+        to = job.result + row * job.result_row_bytes + panel * PANEL * 4
+        for i in range(0, PANEL * 4, LANES * 4):
+            at = panel * PANEL * 4 + i
+            store(to + i, load(to + i) * load(job.scales + at) + load(job.bias + at))

@@ -26,7 +26,9 @@ from kvpage.kernels.cpu_kernel import cached
 from kvpage.kernels.cpu_product import Panels, multiply_panels
 from kvpage.kernels.simd import (
     LANES,
+    PANEL,
     add_atomically,
+    call,
     call_parallel,
     exp,
     largest_lane,
@@ -52,7 +54,8 @@ class Job(ctypes.Structure):
     """One pass, as its threads read it. Names without a unit are addresses; 0 means absent.
 
     Threads take `items_at_once` items of `num_items` until there are none: rows, but of a product
-    groups of panels. `bytes_per_row` and `other_bytes` say how much memory the pass touches.
+    groups of panels. `bytes_per_row` and `other_bytes` say how much memory the pass touches. A call
+    is of the C function `entry` with `argument`, by all threads unless it has one item.
     """
 
     _fields_ = [
@@ -65,7 +68,8 @@ class Job(ctypes.Structure):
                 "weight", "bias", "inputs", "num_panels", "panels_per_item",
                 "addend", "addend_row_bytes",
                 "cos", "sin", "table_row_bytes",
-                "num_heads", "head_dim", "rotary_dim", "slots", "scales",
+                "num_heads", "head_dim", "rotary_dim", "slots", "scales", "zeros",
+                "entry", "argument",
             )
         ),
         ("eps", ctypes.c_float),
@@ -236,7 +240,7 @@ def _add_row(job: Any, row: int) -> None:
         sums[i] = xs[i] + ys[i]
 
 
-NORM, ROTATE, GATE, QUANTISE, WRITE, WRITE_BFLOAT16, ADD, PRODUCT = range(8)
+NORM, ROTATE, GATE, QUANTISE, WRITE, WRITE_BFLOAT16, ADD, PRODUCT, CALL = range(9)
 
 
 @_compiled
@@ -296,6 +300,12 @@ def _conductor() -> Any:
         jobs = numba.carray(_job_pointer(passes.jobs), passes.num_jobs)
         for i in range(passes.num_jobs):
             job = jobs[i]
+            if job.operation == CALL:
+                if passes.threads == 1 or job.num_items == 1:
+                    call(job.entry, job.argument)
+                else:
+                    call_parallel(passes.parallel, job.entry, job.argument, passes.threads)
+                continue
             job.next_item = 0
             job.num_rows = passes.num_rows
             if job.operation != PRODUCT:
@@ -310,6 +320,7 @@ def _conductor() -> Any:
     return _c_function(numba.from_dtype(np.dtype(_Passes)), conduct)
 
 
+_ZEROS = torch.zeros(PANEL)
 NEXT_ITEM_OFFSET = Job.next_item.offset
 
 
@@ -335,7 +346,7 @@ def job(operation: int, num_rows: int, **fields: Any) -> Job:
 def set_rows(made: Job, num_rows: int) -> None:
     """Give a job another number of rows."""
     made.num_rows = num_rows
-    if made.operation != PRODUCT:
+    if made.operation not in (PRODUCT, CALL):
         made.num_items = num_rows
 
 
@@ -376,13 +387,17 @@ class Program:
             return
         passes.num_rows = num_rows
         passes.threads, passes.threaded_bytes = torch.get_num_threads(), THREADED_BYTES
-        cpu_threads.run(_conductor().address, passes, 1)
+        cpu_threads.run(_conductor().address, ctypes.addressof(passes), 1)
 
 
 def _run(made: Job) -> None:
+    if made.operation == CALL:
+        threads = 1 if made.num_items == 1 else torch.get_num_threads()
+        cpu_threads.run(made.entry, made.argument, threads)
+        return
     num_bytes = made.bytes_per_row * made.num_rows + made.other_bytes
     threads = 1 if num_bytes < THREADED_BYTES else torch.get_num_threads()
-    cpu_threads.run(_kernel().address, made, threads)
+    cpu_threads.run(_kernel().address, ctypes.addressof(made), threads)
 
 
 def _run_once(operation: int, num_rows: int, **fields: Any) -> None:
@@ -491,8 +506,9 @@ def product_job(panels: Panels, num_rows: int) -> Job:
     num_panels = len(panels.weight)
     made = job(
         PRODUCT, num_rows, weight=panels.weight.data_ptr(), bias=panels.bias.data_ptr(),
+        scales=0 if panels.scales is None else panels.scales.data_ptr(), zeros=_ZEROS.data_ptr(),
         inputs=panels.inputs, num_panels=num_panels, panels_per_item=per_item,
-        num_items=-(-num_panels // per_item), other_bytes=panels.weight.numel() * 4,
+        num_items=-(-num_panels // per_item), other_bytes=panels.weight.nbytes,
         bytes_per_row=4 * (panels.inputs + panels.padded_outputs),
     )  # fmt: skip
     made.items_at_once = 1
@@ -522,13 +538,21 @@ def quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return result, scales
 
 
-_WRITERS = {torch.float32: WRITE, torch.bfloat16: WRITE_BFLOAT16}
+WRITERS = {torch.float32: WRITE, torch.bfloat16: WRITE_BFLOAT16}
 
 
 def can_write(rows: torch.Tensor, pool: torch.Tensor) -> bool:
     """Whether `write` knows these types and layouts."""
-    adjacent = all(x.stride(2) == 1 and x.stride(1) == x.shape[2] for x in (rows, pool))
-    return adjacent and rows.dtype == torch.float32 and pool.dtype in _WRITERS
+    return _adjacent(rows) and rows.dtype == torch.float32 and is_writable(pool)
+
+
+def is_writable(pool: torch.Tensor) -> bool:
+    """Whether `write` knows the type and layout of a pool."""
+    return _adjacent(pool) and pool.dtype in WRITERS
+
+
+def _adjacent(x: torch.Tensor) -> bool:
+    return x.stride(2) == 1 and x.stride(1) == x.shape[2]
 
 
 def write(stored: Sequence[tuple[torch.Tensor, torch.Tensor]], slots: torch.Tensor) -> None:
@@ -569,7 +593,7 @@ def _write_job(rows: torch.Tensor, pool: torch.Tensor, slots: torch.Tensor) -> J
     )  # fmt: skip
     width = rows.shape[1] * rows.shape[2]
     return job(
-        _WRITERS[pool.dtype], 0, width=width, bytes_per_row=8 * width,
+        WRITERS[pool.dtype], 0, width=width, bytes_per_row=8 * width,
         source_row_bytes=rows.stride(0) * 4,
         result_row_bytes=pool.stride(0) * pool.element_size(),
     )  # fmt: skip

@@ -16,19 +16,18 @@ T = TypeVar("T")
 _ENTRY = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
-def run(entry: int, job: ctypes.Structure, threads: int) -> None:
-    """Call the C function at `entry` with the address of `job`, on so many threads at once.
+def run(entry: int, job: int, threads: int) -> None:
+    """Call the C function at `entry` on so many threads at once.
 
     Args:
         entry: shares the work of a job among whoever calls it.
-        job: what to do.
+        job: its argument, an address.
         threads: 1, or all that torch has: a smaller team would make OpenMP end the others.
     """
-    address = ctypes.addressof(job)
     if threads == 1:
-        _ENTRY(entry)(address)
+        _ENTRY(entry)(job)
     else:
-        (_openmp() or _on_threads)(entry, address, threads)
+        (_openmp() or _on_threads)(entry, job, threads)
 
 
 def in_a_thread_that_ends(function: Callable[[], T]) -> T:

@@ -197,6 +197,13 @@ def call_parallel(
     builder.call(function, [entry, job, builder.trunc(threads, _I32), _I32(0)])
 
 
+@_emitted(types.none, _INT, _INT)
+def call(builder: Builder, entry: Value, argument: Value) -> None:
+    """Call a C function at an address: `entry(argument)`."""
+    function = builder.inttoptr(entry, ir.PointerType(ir.FunctionType(ir.VoidType(), [_I64])))
+    builder.call(function, [argument])
+
+
 def typed_pointer(to: Any) -> Callable[..., Any]:
     """A numba function that makes of an address a pointer for `numba.carray`."""
 
@@ -621,7 +628,31 @@ PANEL = PANEL_VECTORS * LANES
 """Outputs of a product that lie side by side in packed weights: `float32[inputs, PANEL]`."""
 
 
-def product_tile(rows: int) -> Callable[..., Any]:
+def _widened(builder: Builder, address: Value) -> Value:
+    """`LANES` numbers from int8 as float32."""
+    kind = ir.VectorType(ir.IntType(8), LANES)
+    stored = builder.load(_pointer(builder, address, kind), align=1)
+    return builder.sitofp(builder.sext(stored, _INTS), _FLOATS)
+
+
+@_emitted(_VECTOR, _INT)
+def load_bytes(builder: Builder, address: Value) -> Value:
+    """`LANES` numbers from int8 at an address."""
+    return _widened(builder, address)
+
+
+def stack_floats(count: int) -> Callable[..., Any]:
+    """Make a numba function: the address of so many floats that live as long as its caller."""
+
+    @_emitted(_INT)
+    def floats(builder: Builder) -> Value:
+        place = cgutils.alloca_once(builder, _F32, size=_I64(count))
+        return builder.ptrtoint(place, _I64)
+
+    return floats
+
+
+def product_tile(rows: int, *, of_bytes: bool = False) -> Callable[..., Any]:
     """Make a numba function: `to = start + x @ panel` for so many rows.
 
     Each output is summed over the inputs in their order, so what a row gives does not depend on
@@ -630,7 +661,13 @@ def product_tile(rows: int) -> Callable[..., Any]:
     Its arguments are the address of `x` float32[rows, count] and the bytes from row to row, the
     address of the panel float32[count, PANEL], count, the addresses of `start` and of `to`
     float32[rows, PANEL], each with the bytes from row to row.
+
+    Args:
+        rows: of `x`.
+        of_bytes: the panel is int8[count, PANEL].
     """
+    bytes_per_weight = 1 if of_bytes else _BYTES_PER_FLOAT
+    load_weights = _widened if of_bytes else _load_floats
 
     @_emitted(types.none, _INT, _INT, _INT, _INT, _INT, _INT, _INT, _INT)
     def product(
@@ -655,9 +692,11 @@ def product_tile(rows: int) -> Callable[..., Any]:
         inputs = [line(x, x_row_bytes, row) for row in range(rows)]
         sums = _Sums(builder, begin)
         with _counted(builder, count) as k:
-            weights = _load_line(
-                builder, _advanced(builder, panel, k, PANEL * _BYTES_PER_FLOAT), PANEL_VECTORS
-            )
+            place = _advanced(builder, panel, k, PANEL * bytes_per_weight)
+            weights = [
+                load_weights(builder, _offset(builder, place, j * LANES * bytes_per_weight))
+                for j in range(PANEL_VECTORS)
+            ]
             for row in range(rows):
                 at = _advanced(builder, inputs[row], k, _BYTES_PER_FLOAT)
                 number = _broadcast_stored(builder, at, types.float32)
