@@ -29,6 +29,9 @@ from kvpage.quantised_linear import QuantisedLinear
 from kvpage.runner import ModelRunner
 from kvpage.sampling import SamplingRows
 
+PASSES = {cpu_rows.PRODUCT: "linear layers", cpu_rows.NORM: "norms", cpu_rows.GATE: "gates"}
+"""Of a layer's program, which the parts are timed in one by one."""
+
 CONTEXT_TOKENS = 200
 BLOCK_SIZE = 16
 FORMS: dict[str, Callable[..., bool]] = {
@@ -88,7 +91,6 @@ def timed(totals: dict[str, float]) -> Iterator[None]:
         ("rotations", cpu_rows, "rotate"),
         ("writes", cpu_rows, "write"),
     )
-    originals = [(owner, name, getattr(owner, name)) for _, owner, name in kinds]
 
     def counted(kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -99,8 +101,22 @@ def timed(totals: dict[str, float]) -> Iterator[None]:
 
         return call
 
-    for (kind, _, _), (owner, name, original) in zip(kinds, originals, strict=True):
-        setattr(owner, name, counted(kind, original))
+    def pass_by_pass(program: cpu_rows.Program, num_rows: int) -> None:
+        for job in program.jobs:
+            job.next_item = 0
+            cpu_rows.set_rows(job, num_rows)
+            counted(PASSES.get(job.operation, "other passes"), cpu_rows._run)(job)
+
+    apart = ((cpu, "compute_layer", lambda *_, **__: None), (cpu_rows.Program, "run", pass_by_pass))
+    originals = [
+        (owner, name, getattr(owner, name))
+        for owner, name in [*(kind[1:] for kind in kinds), *(each[:2] for each in apart)]
+    ]
+
+    for kind, owner, name in kinds:
+        setattr(owner, name, counted(kind, getattr(owner, name)))
+    for owner, name, replacement in apart:
+        setattr(owner, name, replacement)
     try:
         yield
     finally:

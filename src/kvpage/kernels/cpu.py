@@ -44,16 +44,12 @@ def paged_attention(
     # Layers of one step that look alike share a plan, and what it takes to check and lay it out.
     key = (*map(_layout, (queries, k_pool, v_pool, result)), *window_and_threads)
     plan = batch.planned(key, lambda: _plan(batch, queries, k_pool, v_pool, result, key))
-    job = plan.job
-    job.q, job.k, job.v, job.out = (x.data_ptr() for x in (queries, k_pool, v_pool, result))
     per_head = [None if x is None else x.float().contiguous() for x in (sinks, alibi_slopes)]
-    job.sinks, job.alibi_slopes = (0 if x is None else x.data_ptr() for x in per_head)
-    job.scale, job.softcap = scale, softcap
-    plan.counters.fill(0)
+    _fill(plan, (queries, k_pool, v_pool, result), per_head, scale, softcap)
     cpu_threads.run(
         kernel(k_pool.dtype).address,
-        ctypes.addressof(job),
-        1 if job.num_items == 1 else threads,
+        ctypes.addressof(plan.job),
+        1 if plan.job.num_items == 1 else threads,
     )
     if out is None:
         return result if q.dtype == torch.float32 else result.to(q.dtype)
@@ -87,15 +83,25 @@ def compute_layer(
     shape = (layer.shape, layer.heads, num_rows, _layout(k_pool), _layout(v_pool))
     key = (*shape, window, torch.get_num_threads(), threading.get_ident())
     plan = batch.planned(key, lambda: _plan(batch, q, k_pool, v_pool, attended, key))
+    per_head = [None if sinks is None else sinks.float().contiguous(), None]
+    _fill(plan, (q, k_pool, v_pool, attended), per_head, scale, softcap)
+    attention = (kernel(k_pool.dtype).address, ctypes.addressof(plan.job), plan.job.num_items)
+    return layer.compute(x, cos, sin, (k_pool, v_pool), slots.contiguous(), attention)
+
+
+def _fill(
+    plan: Plan,
+    tensors: tuple[torch.Tensor, ...],
+    per_head: list[torch.Tensor | None],
+    scale: float,
+    softcap: float,
+) -> None:
+    """Say where this layer's Q, K, V and output, and its sinks and slopes, are. All stay alive."""
     job = plan.job
-    job.q, job.out = q.data_ptr(), attended.data_ptr()
-    job.k, job.v = k_pool.data_ptr(), v_pool.data_ptr()
-    slots, sinks = slots.contiguous(), None if sinks is None else sinks.float().contiguous()
-    job.sinks, job.alibi_slopes = 0 if sinks is None else sinks.data_ptr(), 0
+    job.q, job.k, job.v, job.out = (x.data_ptr() for x in tensors)
+    job.sinks, job.alibi_slopes = (0 if x is None else x.data_ptr() for x in per_head)
     job.scale, job.softcap = scale, softcap
     plan.counters.fill(0)
-    attention = (kernel(k_pool.dtype).address, ctypes.addressof(job), job.num_items)
-    return layer.compute(x, cos, sin, (k_pool, v_pool), slots, attention)
 
 
 def _layout(x: torch.Tensor) -> tuple[Any, ...]:

@@ -207,8 +207,27 @@ def _copy_query(job: Any, token: int, to: int) -> None:
 
 
 _dots_1, _dots_2, _dots_3 = map(dot_products, (1, 2, 3))
-_wide_1, _wide_2, _wide_3 = (weighted_rows(heads, VALUE_VECTORS) for heads in (1, 2, 3))
-_narrow_1, _narrow_2, _narrow_3 = (weighted_rows(heads, 1) for heads in (1, 2, 3))
+
+
+def _weighted(vectors: int) -> Callable[..., Any]:
+    """`weighted_rows` of so many vectors for 1 to 3 heads, which are its first argument."""
+    add_1, add_2, add_3 = (weighted_rows(heads, vectors) for heads in (1, 2, 3))
+
+    def add(
+        heads: int, weights: int, weights_bytes: int, rows: int, count: int, offset: int,
+        dims: int, to: int, to_bytes: int, pool: Any,
+    ) -> None:  # fmt: skip
+        if heads == 3:
+            add_3(weights, weights_bytes, rows, count, offset, dims, to, to_bytes, pool)
+        elif heads == 2:
+            add_2(weights, weights_bytes, rows, count, offset, dims, to, to_bytes, pool)
+        else:
+            add_1(weights, weights_bytes, rows, count, offset, dims, to, to_bytes, pool)
+
+    return _compiled(add)
+
+
+_add_wide, _add_narrow = _weighted(VALUE_VECTORS), _weighted(1)
 
 
 @_compiled
@@ -308,20 +327,10 @@ def _sum_heads(
     while d < dims:
         at, place, left = offset + d * _stored_bytes(pool), to + d * 4, dims - d
         if left >= VALUE_VECTORS * LANES:
-            if heads == 3:
-                _wide_3(weights, step, rows, count, at, left, place, to_bytes, pool)
-            elif heads == 2:
-                _wide_2(weights, step, rows, count, at, left, place, to_bytes, pool)
-            else:
-                _wide_1(weights, step, rows, count, at, left, place, to_bytes, pool)
+            _add_wide(heads, weights, step, rows, count, at, left, place, to_bytes, pool)
             d += VALUE_VECTORS * LANES
         else:
-            if heads == 3:
-                _narrow_3(weights, step, rows, count, at, left, place, to_bytes, pool)
-            elif heads == 2:
-                _narrow_2(weights, step, rows, count, at, left, place, to_bytes, pool)
-            else:
-                _narrow_1(weights, step, rows, count, at, left, place, to_bytes, pool)
+            _add_narrow(heads, weights, step, rows, count, at, left, place, to_bytes, pool)
             d += LANES
 
 
