@@ -32,6 +32,7 @@ import torch
 from kvpage.kernels import simd
 from kvpage.kernels.simd import (
     AHEAD,
+    CACHE_LINE_BYTES,
     KEYS_AT_ONCE,
     LANES,
     QUERY_LANES,
@@ -65,7 +66,6 @@ PART_KEYS = 256
 TILE_KEYS = 64
 WIDE = TILE_VECTORS * LANES
 SUMMED_KEYS = 16
-CACHE_LINE_BYTES = 64
 HIDDEN = np.float32(-np.inf)
 # Where a maximum starts: finite, so that hidden minus maximum is -inf and never NaN.
 LOWEST = np.float32(-1e30)

@@ -25,6 +25,7 @@ import numba
 import torch
 
 from kvpage.kernels.simd import (
+    CACHE_LINE_BYTES,
     LANES,
     PANEL,
     load,
@@ -37,10 +38,11 @@ from kvpage.kernels.simd import (
 TILE_ROWS = 6 if LANES == 8 else 12
 """Sums of a tile and what they are made from just fit into the registers."""
 
-GROUP_BYTES = 128 * 1024
-"""Of the panels that wait in the second-level cache."""
+SLICE_BYTES = 128 * 1024
+"""What is in use of a panel at once: with as much that is on its way, it fits into the second-level
+cache."""
 
-SLICE_INPUTS = GROUP_BYTES // (PANEL * 4)
+SLICE_INPUTS = SLICE_BYTES // (PANEL * 4)
 
 ITEMS_PER_THREAD = 4
 
@@ -103,8 +105,8 @@ class Panels:
 
     def panels_per_item(self, threads: int) -> int:
         """How many panels a thread takes at once."""
-        fitting = GROUP_BYTES // (min(self.inputs, SLICE_INPUTS) * PANEL * 4)
-        return max(1, min(fitting, len(self.weight) // (threads * ITEMS_PER_THREAD)))
+        slices = SLICE_INPUTS // self.inputs
+        return max(1, min(slices, len(self.weight) // (threads * ITEMS_PER_THREAD)))
 
 
 class Room:
@@ -154,30 +156,30 @@ def _row_products(*, of_bytes: bool) -> Callable[..., Any]:
     )
 
     def some_rows(
-        rows: int, x: int, x_row_bytes: int, panel: int, count: int,
-        start: int, start_row_bytes: int, to: int, to_row_bytes: int,
+        rows: int, x: int, x_bytes: int, panel: int, count: int, start: int, start_bytes: int,
+        to: int, to_bytes: int, ahead: int, step: int,
     ) -> int:  # fmt: skip
         if TILE_ROWS >= 12 and (rows >= 15 or rows == 12):
-            tile_12(x, x_row_bytes, panel, count, start, start_row_bytes, to, to_row_bytes)
+            tile_12(x, x_bytes, panel, count, start, start_bytes, to, to_bytes, ahead, step)
             return 12
         if TILE_ROWS >= 12 and (rows >= 11 or rows == 8):
-            tile_8(x, x_row_bytes, panel, count, start, start_row_bytes, to, to_row_bytes)
+            tile_8(x, x_bytes, panel, count, start, start_bytes, to, to_bytes, ahead, step)
             return 8
         if rows >= 10 or rows == 6:
-            tile_6(x, x_row_bytes, panel, count, start, start_row_bytes, to, to_row_bytes)
+            tile_6(x, x_bytes, panel, count, start, start_bytes, to, to_bytes, ahead, step)
             return 6
         if rows in (5, 9):
-            tile_5(x, x_row_bytes, panel, count, start, start_row_bytes, to, to_row_bytes)
+            tile_5(x, x_bytes, panel, count, start, start_bytes, to, to_bytes, ahead, step)
             return 5
         if rows >= 4:
-            tile_4(x, x_row_bytes, panel, count, start, start_row_bytes, to, to_row_bytes)
+            tile_4(x, x_bytes, panel, count, start, start_bytes, to, to_bytes, ahead, step)
             return 4
         if rows == 3:
-            tile_3(x, x_row_bytes, panel, count, start, start_row_bytes, to, to_row_bytes)
+            tile_3(x, x_bytes, panel, count, start, start_bytes, to, to_bytes, ahead, step)
         elif rows == 2:
-            tile_2(x, x_row_bytes, panel, count, start, start_row_bytes, to, to_row_bytes)
+            tile_2(x, x_bytes, panel, count, start, start_bytes, to, to_bytes, ahead, step)
         else:
-            tile_1(x, x_row_bytes, panel, count, start, start_row_bytes, to, to_row_bytes)
+            tile_1(x, x_bytes, panel, count, start, start_bytes, to, to_bytes, ahead, step)
         return rows
 
     return cast(Callable[..., Any], _compiled(some_rows))
@@ -192,42 +194,60 @@ def multiply_panels(job: Any, item: int) -> None:
     """One group of panels of a job of `cpu_rows`, with all rows."""
     first = item * job.panels_per_item
     last = min(first + job.panels_per_item, job.num_panels)
-    if job.scales:
-        for panel in range(first, last):
-            _multiply_bytes(job, panel)
+    for panel in range(first, last):
+        # As long as threads take turns, the others take what lies between this item and the next.
+        later = panel + 1 if panel + 1 < last else last + job.panels_between
+        if job.scales:
+            _multiply_bytes(job, panel, later)
             _scale(job, panel)
-    else:
-        _multiply_floats(job, first, last)
+        else:
+            _multiply_floats(job, panel, later)
 
 
 @_compiled
-def _multiply_floats(job: Any, first: int, last: int) -> None:
+def _step(num_rows: int, line_bytes: int) -> int:
+    """Bytes to ask for ahead at each input, so that the next panel is there when this one is done.
+
+    With one tile of rows there is nothing to do meanwhile: 0.
+    """
+    tiles = (num_rows + TILE_ROWS - 1) // TILE_ROWS
+    return 0 if tiles == 1 else min((line_bytes + tiles - 1) // tiles, CACHE_LINE_BYTES)
+
+
+@_compiled
+def _multiply_floats(job: Any, panel: int, later: int) -> None:
+    line_bytes = PANEL * 4
     slice_inputs = job.inputs if job.num_rows <= TILE_ROWS else SLICE_INPUTS
+    step = _step(job.num_rows, line_bytes)
+    result = job.result + panel * line_bytes
     for begin in range(0, job.inputs, slice_inputs):
         count = min(slice_inputs, job.inputs - begin)
+        weights = job.weight + (panel * job.inputs + begin) * line_bytes
+        ahead = weights + count * line_bytes
+        if begin + count == job.inputs:
+            ahead = job.weight + later * job.inputs * line_bytes
         row = 0
         while row < job.num_rows:
-            x = job.source + row * job.source_row_bytes + begin * 4
-            rows = 0
-            for panel in range(first, last):
-                weights = job.weight + (panel * job.inputs + begin) * PANEL * 4
-                to = job.result + row * job.result_row_bytes + panel * PANEL * 4
-                start, start_row_bytes = job.bias + panel * PANEL * 4, 0
-                if begin > 0:
-                    start, start_row_bytes = to, job.result_row_bytes
-                rows = _some_rows(
-                    job.num_rows - row, x, job.source_row_bytes, weights, count,
-                    start, start_row_bytes, to, job.result_row_bytes,
-                )  # fmt: skip
-            row += rows
+            to = result + row * job.result_row_bytes
+            start, start_bytes = job.bias + panel * line_bytes, 0
+            if begin > 0:
+                start, start_bytes = to, job.result_row_bytes
+            row += _some_rows(
+                job.num_rows - row, job.source + row * job.source_row_bytes + begin * 4,
+                job.source_row_bytes, weights, count, start, start_bytes,
+                to, job.result_row_bytes, ahead, step,
+            )  # fmt: skip
+            ahead += step * count
 
 
 @_compiled
-def _multiply_bytes(job: Any, panel: int) -> None:
+def _multiply_bytes(job: Any, panel: int, later: int) -> None:
     weights = job.weight + panel * job.inputs * PANEL
+    ahead = job.weight + later * job.inputs * PANEL
     result, widened = job.result + panel * PANEL * 4, _slice_floats()
     few = job.num_rows <= TILE_ROWS
     slice_inputs = job.inputs if few else SLICE_INPUTS
+    step = _step(job.num_rows, PANEL)
     for begin in range(0, job.inputs, slice_inputs):
         count = min(slice_inputs, job.inputs - begin)
         if not few:
@@ -237,19 +257,20 @@ def _multiply_bytes(job: Any, panel: int) -> None:
         while row < job.num_rows:
             x = job.source + row * job.source_row_bytes + begin * 4
             to = result + row * job.result_row_bytes
-            start, start_row_bytes = job.zeros, 0
+            start, start_bytes = job.zeros, 0
             if begin > 0:
-                start, start_row_bytes = to, job.result_row_bytes
+                start, start_bytes = to, job.result_row_bytes
             if few:
                 row += _some_rows_of_bytes(
                     job.num_rows - row, x, job.source_row_bytes, weights, count,
-                    start, start_row_bytes, to, job.result_row_bytes,
+                    start, start_bytes, to, job.result_row_bytes, ahead, step,
                 )  # fmt: skip
             else:
                 row += _some_rows(
                     job.num_rows - row, x, job.source_row_bytes, widened, count,
-                    start, start_row_bytes, to, job.result_row_bytes,
+                    start, start_bytes, to, job.result_row_bytes, ahead, step,
                 )  # fmt: skip
+            ahead += step * count
 
 
 @_compiled

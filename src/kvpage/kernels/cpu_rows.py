@@ -65,7 +65,7 @@ class Job(ctypes.Structure):
                 "operation", "next_item", "next_item_at", "num_items", "items_at_once",
                 "bytes_per_row", "other_bytes", "num_rows", "width",
                 "source", "source_row_bytes", "result", "result_row_bytes",
-                "weight", "bias", "inputs", "num_panels", "panels_per_item",
+                "weight", "bias", "inputs", "num_panels", "panels_per_item", "panels_between",
                 "addend", "addend_row_bytes",
                 "cos", "sin", "table_row_bytes",
                 "num_heads", "head_dim", "rotary_dim", "slots", "scales", "zeros",
@@ -502,12 +502,14 @@ def product(x: torch.Tensor, panels: Panels) -> torch.Tensor:
 
 def product_job(panels: Panels, num_rows: int) -> Job:
     """The pass of `product`; where rows come from and go to is left to be set."""
-    per_item = panels.panels_per_item(torch.get_num_threads())
+    threads = torch.get_num_threads()
+    per_item = panels.panels_per_item(threads)
     num_panels = len(panels.weight)
     made = job(
         PRODUCT, num_rows, weight=panels.weight.data_ptr(), bias=panels.bias.data_ptr(),
         scales=0 if panels.scales is None else panels.scales.data_ptr(), zeros=_ZEROS.data_ptr(),
         inputs=panels.inputs, num_panels=num_panels, panels_per_item=per_item,
+        panels_between=(threads - 1) * per_item,
         num_items=-(-num_panels // per_item), other_bytes=panels.weight.nbytes,
         bytes_per_row=4 * (panels.inputs + panels.padded_outputs),
     )  # fmt: skip

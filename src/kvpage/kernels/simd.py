@@ -33,6 +33,8 @@ LANES = 16 if _HAS_512_BITS else 8
 TILE_ROWS = 4
 TILE_VECTORS = 4 if _HAS_512_BITS else 2
 
+CACHE_LINE_BYTES = 64
+
 _GROUP = 4
 _BYTES_PER_FLOAT = 4
 _BYTES_PER_ADDRESS = 8
@@ -168,11 +170,15 @@ def store(builder: Builder, address: Value, vector: Value) -> None:
     _store_floats(builder, address, vector)
 
 
-def _prefetch(builder: Builder, address: Value) -> None:
+# How LLVM names the caches that something is wanted in.
+FIRST_CACHE, SECOND_CACHE = 3, 2
+
+
+def _prefetch(builder: Builder, address: Value, cache: int = FIRST_CACHE) -> None:
     """Ask for a cache line that is read soon. Any address is harmless."""
     at = _pointer(builder, address, ir.IntType(8))
-    read, near, data = _I32(0), _I32(3), _I32(1)
-    _llvm(builder, "prefetch.p0", ir.VoidType(), at, read, near, data)
+    read, data = _I32(0), _I32(1)
+    _llvm(builder, "prefetch.p0", ir.VoidType(), at, read, _I32(cache), data)
 
 
 @_emitted(types.none, _INT)
@@ -395,7 +401,7 @@ def _pairs_within_groups(parity: int) -> list[int]:
 
 
 def _prefetch_bytes(builder: Builder, address: Value, count: int) -> None:
-    for at in range(0, count, 64):
+    for at in range(0, count, CACHE_LINE_BYTES):
         _prefetch(builder, _offset(builder, address, at))
 
 
@@ -660,7 +666,8 @@ def product_tile(rows: int, *, of_bytes: bool = False) -> Callable[..., Any]:
 
     Its arguments are the address of `x` float32[rows, count] and the bytes from row to row, the
     address of the panel float32[count, PANEL], count, the addresses of `start` and of `to`
-    float32[rows, PANEL], each with the bytes from row to row.
+    float32[rows, PANEL], each with the bytes from row to row, and what to ask memory for in the
+    meantime: an address and the bytes from one input to the next.
 
     Args:
         rows: of `x`.
@@ -669,7 +676,7 @@ def product_tile(rows: int, *, of_bytes: bool = False) -> Callable[..., Any]:
     bytes_per_weight = 1 if of_bytes else _BYTES_PER_FLOAT
     load_weights = _widened if of_bytes else _load_floats
 
-    @_emitted(types.none, _INT, _INT, _INT, _INT, _INT, _INT, _INT, _INT)
+    @_emitted(types.none, _INT, _INT, _INT, _INT, _INT, _INT, _INT, _INT, _INT, _INT)
     def product(
         builder: Builder,
         x: Value,
@@ -680,6 +687,8 @@ def product_tile(rows: int, *, of_bytes: bool = False) -> Callable[..., Any]:
         start_row_bytes: Value,
         to: Value,
         to_row_bytes: Value,
+        ahead: Value,
+        ahead_bytes: Value,
     ) -> None:
         def line(address: Value, row_bytes: Value, row: int) -> Value:
             return builder.add(address, builder.mul(row_bytes, _I64(row)))
@@ -692,6 +701,8 @@ def product_tile(rows: int, *, of_bytes: bool = False) -> Callable[..., Any]:
         inputs = [line(x, x_row_bytes, row) for row in range(rows)]
         sums = _Sums(builder, begin)
         with _counted(builder, count) as k:
+            later = builder.add(ahead, builder.mul(ahead_bytes, k))
+            _prefetch(builder, later, SECOND_CACHE)
             place = _advanced(builder, panel, k, PANEL * bytes_per_weight)
             weights = [
                 load_weights(builder, _offset(builder, place, j * LANES * bytes_per_weight))
