@@ -215,14 +215,14 @@ def _weighted(vectors: int) -> Callable[..., Any]:
 
     def add(
         heads: int, weights: int, weights_bytes: int, rows: int, count: int, offset: int,
-        dims: int, to: int, to_bytes: int, pool: Any,
+        dims: int, to: int, to_bytes: int, together: int, pool: Any,
     ) -> None:  # fmt: skip
         if heads == 3:
-            add_3(weights, weights_bytes, rows, count, offset, dims, to, to_bytes, pool)
+            add_3(weights, weights_bytes, rows, count, offset, dims, to, to_bytes, together, pool)
         elif heads == 2:
-            add_2(weights, weights_bytes, rows, count, offset, dims, to, to_bytes, pool)
+            add_2(weights, weights_bytes, rows, count, offset, dims, to, to_bytes, together, pool)
         else:
-            add_1(weights, weights_bytes, rows, count, offset, dims, to, to_bytes, pool)
+            add_1(weights, weights_bytes, rows, count, offset, dims, to, to_bytes, together, pool)
 
     return _compiled(add)
 
@@ -237,10 +237,18 @@ def _heads_at_once(left: int) -> int:
 
 
 @_compiled
+def _together(job: Any, most: int) -> int:
+    """How many keys, from a multiple of it on, lie in one block: a power of two, up to `most`."""
+    together: int = min(job.block_size & -job.block_size, most)
+    return together
+
+
+@_compiled
 def _score_row(job: Any, count: int, k_rows: int, q: int, scores: int, pool: Any) -> None:
     """float32[query_heads, PART_KEYS]: the dot products with `count` keys."""
     group = job.query_heads // job.kv_heads
-    q_bytes = _padded(job.k_dims, LANES) * 4
+    q_bytes, to_bytes = _padded(job.k_dims, LANES) * 4, PART_KEYS * 4
+    together = _together(job, KEYS_AT_ONCE)
     for i in range(0, count, KEYS_AT_ONCE):
         for h in range(job.kv_heads):
             rows, offset, dims = k_rows + i * 8, h * job.k_head_bytes, job.k_dims
@@ -249,11 +257,11 @@ def _score_row(job: Any, count: int, k_rows: int, q: int, scores: int, pool: Any
                 heads = _heads_at_once(end - g)
                 first, to = q + g * q_bytes, scores + (g * PART_KEYS + i) * 4
                 if heads == 3:
-                    _dots_3(first, q_bytes, rows, offset, dims, to, PART_KEYS * 4, pool)
+                    _dots_3(first, q_bytes, rows, offset, dims, to, to_bytes, together, pool)
                 elif heads == 2:
-                    _dots_2(first, q_bytes, rows, offset, dims, to, PART_KEYS * 4, pool)
+                    _dots_2(first, q_bytes, rows, offset, dims, to, to_bytes, together, pool)
                 else:
-                    _dots_1(first, q_bytes, rows, offset, dims, to, PART_KEYS * 4, pool)
+                    _dots_1(first, q_bytes, rows, offset, dims, to, to_bytes, together, pool)
                 g += heads
 
 
@@ -301,7 +309,7 @@ def _sum_row(
 ) -> None:
     """float32[query_heads, v_dims]: the sums of the values, each times its weight."""
     group = job.query_heads // job.kv_heads
-    row_bytes = _padded(job.v_dims, LANES) * 4
+    row_bytes, together = _padded(job.v_dims, LANES) * 4, _together(job, SUMMED_KEYS)
     _floats(partial, job.query_heads * row_bytes // 4)[:] = 0
     for tile in range(start, start + count, SUMMED_KEYS):
         first, last = max(tile, item.begin), min(tile + SUMMED_KEYS, item.end)
@@ -313,7 +321,7 @@ def _sum_row(
                 weights = scores + (g * PART_KEYS + first - start) * 4
                 _sum_heads(
                     heads, weights, rows, last - first, h * job.v_head_bytes, job.v_dims,
-                    partial + g * row_bytes, row_bytes, pool,
+                    partial + g * row_bytes, row_bytes, together, pool,
                 )  # fmt: skip
                 g += heads
 
@@ -321,16 +329,18 @@ def _sum_row(
 @_compiled
 def _sum_heads(
     heads: int, weights: int, rows: int, count: int, offset: int, dims: int, to: int,
-    to_bytes: int, pool: Any,
+    to_bytes: int, together: int, pool: Any,
 ) -> None:  # fmt: skip
     step, d = PART_KEYS * 4, 0
     while d < dims:
         at, place, left = offset + d * _stored_bytes(pool), to + d * 4, dims - d
         if left >= VALUE_VECTORS * LANES:
-            _add_wide(heads, weights, step, rows, count, at, left, place, to_bytes, pool)
+            _add_wide(heads, weights, step, rows, count, at, left, place, to_bytes, together, pool)
             d += VALUE_VECTORS * LANES
         else:
-            _add_narrow(heads, weights, step, rows, count, at, left, place, to_bytes, pool)
+            _add_narrow(
+                heads, weights, step, rows, count, at, left, place, to_bytes, together, pool
+            )
             d += LANES
 
 

@@ -410,17 +410,39 @@ AHEAD = 16
 KEYS_AT_ONCE = 4
 
 
+def _ask_for_rows(
+    builder: Builder, rows: Value, n: Value, together: Value, offset: Value, count: int
+) -> None:
+    """While a part of row `n` is used, ask for as much of what will be used `AHEAD` rows later.
+
+    Not for the same part: memory is fastest in the order of addresses. Each of `together` rows, a
+    power of two, asks for a share of what lies at `rows`; all parts of all of them, for everything.
+
+    Args:
+        builder: of instructions.
+        rows: address of int64 addresses.
+        n: number of the row.
+        together: so many rows, from a multiple of it on, lie one behind another.
+        offset: bytes from a row to the part.
+        count: bytes of the part.
+    """
+    place = builder.and_(n, builder.sub(together, _I64(1)))
+    first = _advanced(builder, rows, builder.sub(n, place), _BYTES_PER_ADDRESS)
+    at = builder.add(builder.mul(offset, together), builder.mul(place, _I64(count)))
+    _prefetch_bytes(builder, builder.add(_load_address(builder, first, AHEAD), at), count)
+
+
 def dot_products(heads: int) -> Callable[..., Any]:
     """Make a numba function: dot products of so many queries with `KEYS_AT_ONCE` rows of a pool.
 
     Its arguments are the address of the queries float32[heads, dims] (dims padded with zeros to a
     multiple of `LANES`) and the bytes from one to the next, the address of the rows
     int64[KEYS_AT_ONCE], the bytes from a row to its first number, dims, the address of the result
-    float32[heads, KEYS_AT_ONCE] and the bytes from head to head, and the pool. It asks for the same
-    part of the rows that are `AHEAD` places behind in `rows`.
+    float32[heads, KEYS_AT_ONCE] and the bytes from head to head, how many rows are `together` for
+    `_ask_for_rows` (at most `KEYS_AT_ONCE`), and the pool.
     """
 
-    @_emitted(types.none, _INT, _INT, _INT, _INT, _INT, _INT, _INT, _ANY)
+    @_emitted(types.none, _INT, _INT, _INT, _INT, _INT, _INT, _INT, _INT, _ANY)
     def products(
         builder: Builder,
         q: Value,
@@ -430,6 +452,7 @@ def dot_products(heads: int) -> Callable[..., Any]:
         dims: Value,
         to: Value,
         to_bytes: Value,
+        together: Value,
         pool: Any,
     ) -> None:
         queries = [builder.add(q, builder.mul(q_bytes, _I64(head))) for head in range(heads)]
@@ -454,8 +477,7 @@ def dot_products(heads: int) -> Callable[..., Any]:
             chunk = builder.mul(pair, _I64(2))
             at = builder.add(offset, builder.mul(chunk, _I64(chunk_bytes)))
             for i in range(KEYS_AT_ONCE):
-                later = builder.add(_load_address(builder, rows, i + AHEAD), at)
-                _prefetch_bytes(builder, later, 2 * chunk_bytes)
+                _ask_for_rows(builder, rows, _I64(i), together, at, 2 * chunk_bytes)
             add(chunk, None)
             add(builder.add(chunk, _I64(1)), None)
         with builder.if_then(builder.trunc(whole, _I1)):
@@ -488,10 +510,10 @@ def weighted_rows(heads: int, vectors: int) -> Callable[..., Any]:
     head, the address of the rows int64[count], count, the bytes from a row to its first number, how
     many numbers there are from there (read if `vectors` is 1: then the last may be fewer than a
     vector), the address of the sums float32[heads, vectors * LANES] and the bytes from head to
-    head, and the pool. It asks for the same part of the rows that are `AHEAD` places behind.
+    head, how many rows are `together` for `_ask_for_rows`, and the pool.
     """
 
-    @_emitted(types.none, _INT, _INT, _INT, _INT, _INT, _INT, _INT, _INT, _ANY)
+    @_emitted(types.none, _INT, _INT, _INT, _INT, _INT, _INT, _INT, _INT, _INT, _ANY)
     def add_weighted(
         builder: Builder,
         weights: Value,
@@ -502,6 +524,7 @@ def weighted_rows(heads: int, vectors: int) -> Callable[..., Any]:
         dims: Value,
         to: Value,
         to_bytes: Value,
+        together: Value,
         pool: Any,
     ) -> None:
         mask = _first_lanes(builder, dims) if vectors == 1 else None
@@ -513,8 +536,7 @@ def weighted_rows(heads: int, vectors: int) -> Callable[..., Any]:
         sums = _Sums(builder, [v for line in lines for v in _load_line(builder, line, vectors)])
         with _counted(builder, count) as n:
             place = _advanced(builder, rows, n, _BYTES_PER_ADDRESS)
-            later = builder.add(_load_address(builder, place, AHEAD), offset)
-            _prefetch_bytes(builder, later, vectors * vector_bytes)
+            _ask_for_rows(builder, rows, n, together, offset, vectors * vector_bytes)
             row = builder.add(_load_address(builder, place, 0), offset)
             shares = [
                 _broadcast_stored(
