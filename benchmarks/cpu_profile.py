@@ -107,7 +107,10 @@ def timed(totals: dict[str, float]) -> Iterator[None]:
             cpu_rows.set_rows(job, num_rows)
             counted(PASSES.get(job.operation, "other passes"), cpu_rows._run)(job)
 
-    apart = ((cpu, "compute_layer", lambda *_, **__: None), (cpu_rows.Program, "run", pass_by_pass))
+    apart = (
+        (cpu, "compute_layers", lambda *_, **__: None),
+        (cpu_rows.Program, "run", pass_by_pass),
+    )
     originals = [
         (owner, name, getattr(owner, name))
         for owner, name in [*(kind[1:] for kind in kinds), *(each[:2] for each in apart)]

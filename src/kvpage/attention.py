@@ -11,7 +11,7 @@ attend twice in one layer, and some run their layers several times over. Each ca
 K and V of its own.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import count
@@ -21,9 +21,10 @@ import attrs
 import torch
 
 from kvpage.errors import UnsupportedModelError
+from kvpage.kernels import AttentionOptions
 
 if TYPE_CHECKING:  # it brings numba
-    from kvpage.kernels.cpu_layer import LayerKernel
+    from kvpage.kernels.cpu_layer import LayerRun
 
 ATTENTION_NAME = "kvpage"
 
@@ -38,16 +39,6 @@ HARMLESS_KEYWORDS = frozenset(
     }
 )
 """Keywords of an attention call that change nothing about its result."""
-
-
-@attrs.frozen
-class AttentionOptions:
-    """What a layer asks of attention beside Q, K and V; see `kernels.reference.paged_attention`."""
-
-    scale: float
-    window: int = 0
-    softcap: float = 0.0
-    sinks: torch.Tensor | None = None
 
 
 class AttentionStep(Protocol):
@@ -159,27 +150,36 @@ def attend_packed(
     return forward.step.attend(next(forward.calls), q, k, v, options)
 
 
-def compute_layer(
-    kernel: "LayerKernel",
+def compute_layers(
+    run: "LayerRun",
     x: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
-    options: AttentionOptions,
+    options: Sequence[AttentionOptions],
 ) -> torch.Tensor:
-    """The next call of this forward pass, with all of its decoder layer around it.
+    """The next calls of this forward pass, with all of the decoder layers around them.
 
     In one piece if the step can do that, which it says by a method of this name that takes the
-    number of the call and these arguments, and may give None for no.
+    number of the first call and these arguments, and may give None for no.
+
+    Args:
+        run: the layers.
+        x: `float32[T, hidden]`, contiguous.
+        cos: `float32[T, R]`, of positions, contiguous.
+        sin: likewise.
+        options: of each layer.
     """
     forward = _PASS.get()
-    layer = next(forward.calls)
-    in_one_piece = getattr(forward.step, "compute_layer", None)
+    calls = [next(forward.calls) for _ in options]
+    in_one_piece = getattr(forward.step, "compute_layers", None)
     if in_one_piece is not None:
-        whole: torch.Tensor | None = in_one_piece(layer, kernel, x, cos, sin, options)
+        whole: torch.Tensor | None = in_one_piece(calls[0], run, x, cos, sin, options)
         if whole is not None:
             return whole
-    q, k, v = kernel.before_attention(x, cos, sin)
-    return kernel.after_attention(x, forward.step.attend(layer, q, k, v, options))
+    for call, kernel, each in zip(calls, run.layers, options, strict=True):
+        q, k, v = kernel.before_attention(x, cos, sin)
+        x = kernel.after_attention(x, forward.step.attend(call, q, k, v, each))
+    return x
 
 
 def register_attention() -> None:

@@ -10,9 +10,9 @@ from typing import Any, TypeAlias
 import attrs
 import torch
 
-from kvpage.attention import AttentionOptions, attend_packed, compute_layer
-from kvpage.kernels import cpu_rows
-from kvpage.kernels.cpu_layer import LayerKernel
+from kvpage.attention import attend_packed, compute_layers
+from kvpage.kernels import AttentionOptions, cpu_rows
+from kvpage.kernels.cpu_layer import LayerKernel, LayerRun
 from kvpage.packed_linear import PanelLinear
 from kvpage.probe import Call
 
@@ -144,7 +144,13 @@ class FusedLayer(torch.nn.Module):
         attention: the first part.
         mlp: the second part.
         returns_tuple: give the result as a tuple of one.
+
+    Attributes:
+        follows: the layer whose result comes to this one as it is, in a tuple of one; or nothing.
+            Not a part of this module, which a plain attribute would make it.
     """
+
+    follows: "tuple[FusedLayer, ...]" = ()
 
     def __init__(
         self,
@@ -159,10 +165,24 @@ class FusedLayer(torch.nn.Module):
         self.attention = attention
         self.mlp = mlp
         self.returns_tuple = returns_tuple
-        self._kernel: LayerKernel | None = None
+        self.run: LayerRun | None = None
+        self._options: tuple[AttentionOptions, ...] = ()
+        self._is_done_before = False
 
-    def prepare(self) -> None:
-        """Compute by one kernel, with attention or around it, where that can be.
+    def begin_run(self, others: "Sequence[FusedLayer]", kernels: Sequence[LayerKernel]) -> None:
+        """Compute this layer and those that follow upon it, in one call.
+
+        Args:
+            others: the layers behind this one, which give back what they are given from now on.
+            kernels: of this layer and of the others.
+        """
+        self.run = LayerRun(kernels)
+        self._options = tuple(each.attention.options for each in (self, *others))
+        for each in others:
+            each._is_done_before = True
+
+    def kernel(self) -> LayerKernel | None:
+        """What computes all of the layer but attention, where that can be.
 
         To be called when the linear layers are packed and nothing moves any more.
         """
@@ -176,11 +196,12 @@ class FusedLayer(torch.nn.Module):
         q, k, v = attention.heads
         if plain and q[1] == k[1] and len(packed) == len(linears):
             first, second = self.attention_norm, self.mlp_norm
-            self._kernel = LayerKernel(
+            return LayerKernel(
                 *packed,
                 norms=((first.weight, first.eps), (second.weight, second.eps)),
                 heads=(q, k, v),
             )
+        return None
 
     def forward(
         self,
@@ -189,17 +210,37 @@ class FusedLayer(torch.nn.Module):
         **_others: Any,
     ) -> torch.Tensor | tuple[torch.Tensor]:
         """`[1, T, hidden]` to `[1, T, hidden]`; what else transformers passes is of no effect."""
-        if self._kernel is None or position_embeddings is None:
+        if self._is_done_before:
+            pass
+        elif self.run is None:
             attended, _ = self.attention(self.attention_norm(hidden_states), position_embeddings)
             hidden_states = hidden_states + attended
             hidden_states = hidden_states + self.mlp(self.mlp_norm(hidden_states))
         else:
-            x = hidden_states[0].contiguous()
-            cos, sin = position_embeddings
-            hidden_states = compute_layer(
-                self._kernel, x, cos[0].contiguous(), sin[0].contiguous(), self.attention.options
-            )[None]
+            assert position_embeddings is not None
+            x, cos, sin = (each[0].contiguous() for each in (hidden_states, *position_embeddings))
+            hidden_states = compute_layers(self.run, x, cos, sin, self._options)[None]
         return (hidden_states,) if self.returns_tuple else hidden_states
+
+
+def join_layers(layers: Sequence[FusedLayer]) -> None:
+    """Compute as many layers by one call as follow upon each other, have kernels and are alike.
+
+    Args:
+        layers: in the order in which they compute.
+    """
+    kernels = [(layer, layer.kernel()) for layer in layers]
+    runs: list[list[tuple[FusedLayer, LayerKernel]]] = []
+    for layer, kernel in kernels:
+        if kernel is None:
+            continue
+        if runs and layer.follows == (runs[-1][-1][0],) and kernel.is_like(runs[-1][-1][1]):
+            runs[-1].append((layer, kernel))
+        else:
+            runs.append([(layer, kernel)])
+    for run in runs:
+        (first, *others), of_run = zip(*run, strict=True)
+        first.begin_run(others, of_run)
 
 
 def normed(norm: torch.nn.Module, heads: torch.Tensor) -> torch.Tensor:

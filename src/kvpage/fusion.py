@@ -8,7 +8,8 @@ are replaced, each by one of `fused_modules` that computes the same in fewer pas
 * a gated MLP, `down(activation(gate(x)) * up(x))`: gate and up in one product, then one pass;
 * attention: Q, K and V in one product, rotated where they lie, and stored and attended to from
   there;
-* a decoder layer of these parts: two calls, one before attention and one after it.
+* a decoder layer of these parts: two calls, one before attention and one after it; and where such
+  layers follow upon each other with nothing in between, one call for all of them.
 
 What a module is, its name and class do not tell, and its parts only suggest. So the model is run
 once over a few tokens, and what went into and came out of each module is kept; a replacement is
@@ -17,6 +18,7 @@ made only if it gives the same output for the same input. Whatever is not recogn
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import attrs
@@ -30,6 +32,7 @@ from kvpage.fused_modules import (
     Norms,
     Projections,
     RMSNorm,
+    join_layers,
     normed,
 )
 from kvpage.kernels import cpu_rows
@@ -62,9 +65,7 @@ def accelerate(model: PagedModel, pack: Callable[[Any], None], *, exact: bool = 
             return False
         pack(model.module)
         _let_go_of_the_file(model.module)
-        for each in model.module.modules():
-            if isinstance(each, FusedLayer):
-                each.prepare()
+        join_layers([each for each in model.module.modules() if isinstance(each, FusedLayer)])
         after = _logits(model)
     except AttributeError:  # the family looks into its own layers
         return False
@@ -88,6 +89,7 @@ def fuse(model: PagedModel) -> torch.Tensor:
         `[WATCHED_TOKENS, vocabulary]`: logits of the model as it was.
     """
     seen, before = _watch(model)
+    layers: list[tuple[FusedLayer, _Use]] = []
     # Attention takes the norms of Q and K over as they are by then.
     for make in (_norms, _mlps, _attentions, _layers):
         for parent, name, child in list(_places(model.module)):
@@ -96,7 +98,22 @@ def fuse(model: PagedModel) -> torch.Tensor:
                 replacement = next((each for each in make(child, use) if _agrees(each, use)), None)
                 if replacement is not None:
                     setattr(parent, name, replacement.eval())
+                if isinstance(replacement, FusedLayer):
+                    layers.append((replacement, use))
+    for (before_it, earlier), (layer, use) in pairwise(layers):
+        if _nothing_lies_between(earlier, use):
+            layer.follows = (before_it,)
     return before
+
+
+def _nothing_lies_between(one: "_Use", other: "_Use") -> bool:
+    """Whether the second of two modules was given what the first gave, and the same positions."""
+    tables = [use.tables for use in (one, other)]
+    return (
+        _tensors(one.output)[0] is other.inputs
+        and None not in tables
+        and all(a is b for a, b in zip(*tables, strict=True))
+    )
 
 
 def _places(module: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, torch.nn.Module]]:
@@ -127,10 +144,16 @@ class _Use:
     @property
     def position_embeddings(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Cosines and sines `[T, R]`, if that is what went in."""
+        tables = self.tables
+        return None if tables is None else (tables[0][0], tables[1][0])
+
+    @property
+    def tables(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The same as it went in, `[1, T, R]`."""
         given = self.args[1] if len(self.args) > 1 else self.kwargs.get("position_embeddings")
         if not isinstance(given, tuple) or len(given) != 2 or given[0].dim() != 3:
             return None
-        return given[0][0], given[1][0]
+        return given
 
 
 def _watch(model: PagedModel) -> tuple[dict[torch.nn.Module, _Use], torch.Tensor]:

@@ -3,8 +3,8 @@
 import numpy as np
 import torch
 
-from kvpage.attention import AttentionOptions
 from kvpage.config import GPU_KV_SHARE
+from kvpage.kernels import AttentionOptions
 from kvpage.model import PagedModel
 from kvpage.sampling import SamplingRows, sample
 

@@ -9,11 +9,11 @@ import attrs
 import torch
 
 from kvpage.adapters import AdaptedTokens, adapting, attach_adapters
-from kvpage.attention import AttentionOptions, AttentionStep, attending
+from kvpage.attention import AttentionStep, attending
 from kvpage.config import NO_ADAPTERS, Adapters
 from kvpage.errors import UnsupportedModelError
 from kvpage.families import max_len, reasons_to_refuse, text_config
-from kvpage.kernels import AttentionBackend
+from kvpage.kernels import AttentionBackend, AttentionOptions
 from kvpage.kernels.work import AttentionBatch
 from kvpage.probe import Forward, LayerShape, probe
 from kvpage.sampling import SamplingParams
@@ -36,13 +36,13 @@ class KVPools:
         device: torch.device,
     ) -> None:
         # Not zeroed: no kernel reads a slot before it is written.
-        self.layers = [
+        self.layers = tuple(
             (
                 torch.empty(num_slots, s.num_kv_heads, s.key_dim, dtype=dtype, device=device),
                 torch.empty(num_slots, s.num_kv_heads, s.value_dim, dtype=dtype, device=device),
             )
             for s in shapes
-        ]
+        )
         self._backend = backend
 
     def copy_blocks(self, copies: torch.Tensor, block_size: int) -> None:
@@ -62,7 +62,7 @@ class KVPools:
 
 @attrs.frozen(eq=False)
 class _PagedStep:
-    layers: list[tuple[torch.Tensor, torch.Tensor]]
+    layers: tuple[tuple[torch.Tensor, torch.Tensor], ...]
     backend: AttentionBackend
     batch: AttentionBatch
     slots: torch.Tensor
@@ -88,30 +88,20 @@ class _PagedStep:
             sinks=options.sinks,
         )
 
-    def compute_layer(
+    def compute_layers(
         self,
-        layer: int,
-        kernel: Any,
+        first: int,
+        run: Any,
         x: torch.Tensor,
         cos: torch.Tensor,
         sin: torch.Tensor,
-        options: AttentionOptions,
+        options: Sequence[AttentionOptions],
     ) -> torch.Tensor | None:
-        if self.backend.compute_layer is None:
+        if self.backend.compute_layers is None:
             return None
-        return self.backend.compute_layer(
-            kernel,
-            x,
-            cos,
-            sin,
-            *self.layers[layer],
-            self.batch,
-            self.slots,
-            scale=options.scale,
-            window=options.window,
-            softcap=options.softcap,
-            sinks=options.sinks,
-        )
+        # Of a tuple, all is the tuple itself: so a run of all layers knows it from step to step.
+        pools = self.layers[first : first + len(options)]
+        return self.backend.compute_layers(run, x, cos, sin, pools, self.batch, self.slots, options)
 
 
 class PagedModel:

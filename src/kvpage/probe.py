@@ -21,7 +21,6 @@ import torch
 
 from kvpage.attention import (
     ATTENTION_NAME,
-    AttentionOptions,
     AttentionStep,
     attend,
     options_of,
@@ -29,6 +28,7 @@ from kvpage.attention import (
 )
 from kvpage.errors import UnsupportedModelError
 from kvpage.families import max_len, text_config
+from kvpage.kernels import AttentionOptions
 
 _PROBE_NAME = "kvpage-probe"
 

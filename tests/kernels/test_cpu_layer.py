@@ -1,4 +1,4 @@
-"""A decoder layer in two calls, against the same in float64, and in one, against the two."""
+"""Decoder layers in two calls each, against float64, and all in one, against the two."""
 
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.nn import functional as F  # noqa: N812
 
-from kvpage.kernels import cpu, cpu_threads
-from kvpage.kernels.cpu_layer import LayerKernel
+from kvpage.kernels import AttentionOptions, cpu, cpu_threads
+from kvpage.kernels.cpu_layer import LayerKernel, LayerRun
 from kvpage.kernels.cpu_product import Panels, Room
 from kvpage.kernels.work import AttentionBatch
 
@@ -128,24 +128,36 @@ def test_several_python_threads_share_a_layer() -> None:
 
 
 def check_in_one_piece(
-    layer: Layer, batch: AttentionBatch, dtype: torch.dtype, window: int
+    layers: list[Layer], batch: AttentionBatch, dtype: torch.dtype, windows: tuple[int, ...]
 ) -> None:
-    num_rows = batch.num_tokens
-    x, cos, sin = layer.inputs(num_rows)
+    num_rows, draw = batch.num_tokens, layers[0].draw
+    x, cos, sin = layers[0].inputs(num_rows)
     slots = torch.arange(num_rows).flip(0)
     slots[2] = -1
-    options: dict[str, Any] = {"scale": 0.3, "window": window, "sinks": layer.draw(Q[0])}
-    k_pool, v_pool = (layer.draw(num_rows + 40, *heads).to(dtype) for heads in (K, V))
-    k_copy, v_copy = k_pool.clone(), v_pool.clone()
-    q, k, v = layer.kernel.before_attention(x, cos, sin)
-    cpu.write_kv(k, v, k_pool, v_pool, slots)
-    attended = cpu.paged_attention(q, k_pool, v_pool, batch, **options)
-    expected = layer.kernel.after_attention(x, attended)
-    actual = cpu.compute_layer(layer.kernel, x, cos, sin, k_copy, v_copy, batch, slots, **options)
+    options = [
+        AttentionOptions(
+            0.3 + i / 10, windows[i % len(windows)], i * 5.0, [None, draw(Q[0])][i % 2]
+        )
+        for i in range(len(layers))
+    ]
+    pools = tuple(tuple(draw(num_rows + 40, *heads).to(dtype) for heads in (K, V)) for _ in layers)
+    copies: Any = tuple(tuple(pool.clone() for pool in each) for each in pools)
+    given, expected = x.clone(), x
+    for layer, (k_pool, v_pool), each in zip(layers, pools, options, strict=True):
+        q, k, v = layer.kernel.before_attention(expected, cos, sin)
+        cpu.write_kv(k, v, k_pool, v_pool, slots)
+        attended = cpu.paged_attention(
+            q, k_pool, v_pool, batch, scale=each.scale, window=each.window, softcap=each.softcap,
+            sinks=each.sinks,
+        )  # fmt: skip
+        expected = layer.kernel.after_attention(expected, attended)
+    run = LayerRun([layer.kernel for layer in layers])
+    actual = cpu.compute_layers(run, x, cos, sin, copies, batch, slots, options)
     assert actual is not None
     assert torch.equal(actual, expected)
-    assert torch.equal(k_copy, k_pool)
-    assert torch.equal(v_copy, v_pool)
+    assert torch.equal(x, given)
+    for one, other in zip(copies, pools, strict=True):
+        assert all(map(torch.equal, one, other))
 
 
 def batch_of(*lengths: tuple[int, int]) -> AttentionBatch:
@@ -156,22 +168,59 @@ def batch_of(*lengths: tuple[int, int]) -> AttentionBatch:
     return AttentionBatch(table.astype(np.int32), rows, queries, keys, 8)
 
 
-@pytest.mark.parametrize("window", [0, 9])
+@pytest.mark.parametrize("windows", [(0,), (9,), (0, 9)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_one_call_gives_what_two_give(dtype: torch.dtype, window: int) -> None:
+@pytest.mark.parametrize("num_layers", [1, 3])
+def test_one_call_gives_what_two_give(
+    num_layers: int, dtype: torch.dtype, windows: tuple[int, ...]
+) -> None:
     """To the last bit: rows alone and in chunks, short and in parts; what is written, too."""
-    layer = Layer()
+    layers = [Layer(seed) for seed in range(num_layers)]
     for lengths in ([(1, 5), (1, 300), (1, 1)], [(9, 40), (1, 20), (4, 4)], [(3, 7)]):
-        check_in_one_piece(layer, batch_of(*lengths), dtype, window)
+        check_in_one_piece(layers, batch_of(*lengths), dtype, windows)
 
 
 def test_one_call_without_openmp(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention is a pass of its own there."""
     monkeypatch.setattr(cpu_threads, "openmp_address", lambda: 0)
     monkeypatch.setattr(cpu_threads, "_openmp", lambda: None)
-    batch = batch_of((1, 300), (5, 20))
+    layers, batch = [Layer(0), Layer(1)], batch_of((1, 300), (5, 20))
     with ThreadPoolExecutor(1) as fresh:
-        fresh.submit(check_in_one_piece, Layer(), batch, torch.float32, 0).result()
+        fresh.submit(check_in_one_piece, layers, batch, torch.float32, (0,)).result()
+
+
+def test_a_run_goes_on_with_other_pools_and_rows() -> None:
+    """What it derives from pools is of those that it is given."""
+    layers = [Layer(0), Layer(1)]
+    run = LayerRun([layer.kernel for layer in layers])
+    options = [AttentionOptions(0.5), AttentionOptions(0.5)]
+    for num_rows in (3, 40, 3):
+        batch = batch_of((num_rows, num_rows))
+        x, cos, sin = layers[0].inputs(num_rows)
+        slots = torch.arange(num_rows)
+        results: list[Any] = []
+        for _ in range(2):
+            pools: Any = tuple(tuple(torch.zeros(40, *heads) for heads in (K, V)) for _ in layers)
+            results.append(cpu.compute_layers(run, x, cos, sin, pools, batch, slots, options))
+            assert all(pool.any() for each in pools for pool in each)
+        assert torch.equal(*results)
+
+
+def test_threads_share_a_run() -> None:
+    """As engines that share weights do; each with pools of its own."""
+    layers = [Layer(0), Layer(1)]
+    run = LayerRun([layer.kernel for layer in layers])
+    options = [AttentionOptions(0.5), AttentionOptions(0.5)]
+    x, cos, sin = layers[0].inputs(33)
+    slots = torch.arange(33)
+
+    def work(_number: int) -> Any:
+        pools: Any = tuple(tuple(torch.zeros(40, *heads) for heads in (K, V)) for _ in layers)
+        return cpu.compute_layers(run, x, cos, sin, pools, batch_of((33, 33)), slots, options)
+
+    expected = work(0)
+    with ThreadPoolExecutor(4) as pool:
+        assert all(torch.equal(expected, each) for each in pool.map(work, range(40)))
 
 
 def test_pools_of_other_types_take_calls_of_their_own() -> None:
@@ -179,8 +228,9 @@ def test_pools_of_other_types_take_calls_of_their_own() -> None:
     layer, batch = Layer(), batch_of((3, 3))
     x, cos, sin = layer.inputs(3)
     k, v = (torch.zeros(40, *heads, dtype=torch.float16) for heads in (K, V))
-    slots = torch.arange(3)
-    assert cpu.compute_layer(layer.kernel, x, cos, sin, k, v, batch, slots, scale=1.0) is None
+    run, slots = LayerRun([layer.kernel]), torch.arange(3)
+    options = [AttentionOptions(1.0)]
+    assert cpu.compute_layers(run, x, cos, sin, ((k, v),), batch, slots, options) is None
     assert not k.any()
     assert not v.any()
 

@@ -21,9 +21,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from kvpage import AsyncEngine, SamplingParams
-from kvpage.attention import AttentionOptions
 from kvpage.families import reasons_to_refuse
-from kvpage.kernels import reference
+from kvpage.kernels import AttentionOptions, reference
 from kvpage.kernels.work import AttentionBatch
 from kvpage.model import PagedModel, model_class_of, share_model
 from tests.engine.scenes import complete_all

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from kvpage import UnsupportedModelError
-from kvpage.attention import AttentionOptions
+from kvpage.kernels import AttentionOptions
 from kvpage.model import PagedModel, check_supported, model_class_of, share_model
 from tests.model.families import (
     MODEL_TYPES,

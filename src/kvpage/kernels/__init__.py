@@ -20,6 +20,16 @@ if TYPE_CHECKING:
 BackendName: TypeAlias = Literal["triton", "numba", "reference"]
 
 
+@attrs.frozen
+class AttentionOptions:
+    """What a layer asks of attention beside Q, K and V; see `reference.paged_attention`."""
+
+    scale: float
+    window: int = 0
+    softcap: float = 0.0
+    sinks: torch.Tensor | None = None
+
+
 class PagedAttention(Protocol):
     """Causal attention of a step's queries over pools; see `reference.paged_attention`."""
 
@@ -76,14 +86,14 @@ class AttentionBackend:
     """The kernels that a model needs, from one implementation.
 
     Attributes:
-        compute_layer: a decoder layer and all; see `cpu.compute_layer`.
+        compute_layers: decoder layers and all; see `cpu.compute_layers`.
     """
 
     name: BackendName
     paged_attention: PagedAttention
     write_kv: WriteKV
     copy_blocks: CopyBlocks
-    compute_layer: Callable[..., torch.Tensor | None] | None = None
+    compute_layers: Callable[..., torch.Tensor | None] | None = None
 
 
 def attention_backend(name: BackendName) -> AttentionBackend:
@@ -103,7 +113,7 @@ def attention_backend(name: BackendName) -> AttentionBackend:
         from kvpage.kernels import cpu
 
         return AttentionBackend(
-            name, cpu.paged_attention, cpu.write_kv, cpu.copy_blocks, cpu.compute_layer
+            name, cpu.paged_attention, cpu.write_kv, cpu.copy_blocks, cpu.compute_layers
         )
     if name == "triton":
         from kvpage.kernels import cache_write, paged_attention

@@ -1,17 +1,24 @@
 """Paged attention on the CPU, compiled by numba and run on torch's own threads."""
 
 import ctypes
+import functools
 import threading
+from collections.abc import Sequence
 from typing import Any
 
+import attrs
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from kvpage.kernels import cpu_rows, cpu_threads
+from kvpage.kernels import AttentionOptions, cpu_rows, cpu_threads
 from kvpage.kernels.cpu_kernel import STORED_AS, Job, kernel
-from kvpage.kernels.cpu_layer import LayerKernel
+from kvpage.kernels.cpu_layer import Attention, LayerRun, Pools
 from kvpage.kernels.cpu_plan import Plan, Shape, plan_step
 from kvpage.kernels.quantisation import quantised
 from kvpage.kernels.work import AttentionBatch
+
+JOB = np.dtype(Job)
 
 
 def paged_attention(
@@ -39,69 +46,128 @@ def paged_attention(
     _check_scales(k_pool, v_pool, kv_scales)
     queries = _with_whole_heads(q.float())
     result = out if out is not None and _is_writable(out) else _new_output(q, v_pool)
-    threads = torch.get_num_threads()
-    window_and_threads = (window, threads, threading.get_ident())
     # Layers of one step that look alike share a plan, and what it takes to check and lay it out.
-    key = (*map(_layout, (queries, k_pool, v_pool, result)), *window_and_threads)
+    key = (*map(_layout, (queries, k_pool, v_pool, result)), *_key(window))
     plan = batch.planned(key, lambda: _plan(batch, queries, k_pool, v_pool, result, key))
     per_head = [None if x is None else x.float().contiguous() for x in (sinks, alibi_slopes)]
-    _fill(plan, (queries, k_pool, v_pool, result), per_head, scale, softcap)
+    job = plan.job
+    job.q, job.k, job.v, job.out = (x.data_ptr() for x in (queries, k_pool, v_pool, result))
+    job.sinks, job.alibi_slopes = (0 if x is None else x.data_ptr() for x in per_head)
+    job.scale, job.softcap = scale, softcap
+    plan.counters.fill(0)
     cpu_threads.run(
         kernel(k_pool.dtype).address,
-        ctypes.addressof(plan.job),
-        1 if plan.job.num_items == 1 else threads,
+        ctypes.addressof(job),
+        1 if job.num_items == 1 else torch.get_num_threads(),
     )
     if out is None:
         return result if q.dtype == torch.float32 else result.to(q.dtype)
     return out if result is out else out.copy_(result)
 
 
-def compute_layer(
-    layer: LayerKernel,
+def compute_layers(
+    run: LayerRun,
     x: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
-    k_pool: torch.Tensor,
-    v_pool: torch.Tensor,
+    pools: Sequence[Pools],
     batch: AttentionBatch,
     slots: torch.Tensor,
-    *,
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
+    options: Sequence[AttentionOptions],
 ) -> torch.Tensor | None:
-    """A whole decoder layer in one call: `write_kv` and `paged_attention` within `LayerKernel`.
+    """Decoder layers in one call: `write_kv` and `paged_attention` within a `LayerRun`.
+
+    Args:
+        run: the layers.
+        x: `float32[T, hidden]`, contiguous.
+        cos: `float32[T, R]`, of positions, contiguous; both halves of it.
+        sin: likewise.
+        pools: of each layer; written.
+        batch: the step.
+        slots: `int64[T]`, where K and V go.
+        options: of each layer, the same in every call.
 
     Returns:
         `float32[T, hidden]`; None if the pools are of a kind that it does not write.
     """
-    num_rows = x.shape[0]
-    if k_pool.dtype != v_pool.dtype or not all(map(cpu_rows.is_writable, (k_pool, v_pool))):
+    stored: _Stored = run.of_pools(pools, lambda: _Stored.of(pools, options))
+    if stored.dtype is None:
         return None
-    q, attended = layer.between(num_rows)
-    shape = (layer.shape, layer.heads, num_rows, _layout(k_pool), _layout(v_pool))
-    key = (*shape, window, torch.get_num_threads(), threading.get_ident())
-    plan = batch.planned(key, lambda: _plan(batch, q, k_pool, v_pool, attended, key))
-    per_head = [None if sinks is None else sinks.float().contiguous(), None]
-    _fill(plan, (q, k_pool, v_pool, attended), per_head, scale, softcap)
-    attention = (kernel(k_pool.dtype).address, ctypes.addressof(plan.job), plan.job.num_items)
-    return layer.compute(x, cos, sin, (k_pool, v_pool), slots.contiguous(), attention)
+    tensors = run.between(x.shape[0])
+    jobs, _counters = stored.jobs(batch, *tensors)
+    attention = Attention(
+        kernel(stored.dtype).address,
+        jobs.ctypes.data + np.arange(len(jobs)) * jobs.itemsize,
+        jobs["num_items"],
+    )
+    return run.compute(x, cos, sin, pools, slots.contiguous(), attention)
 
 
-def _fill(
-    plan: Plan,
-    tensors: tuple[torch.Tensor, ...],
-    per_head: list[torch.Tensor | None],
-    scale: float,
-    softcap: float,
-) -> None:
-    """Say where this layer's Q, K, V and output, and its sinks and slopes, are. All stay alive."""
-    job = plan.job
-    job.q, job.k, job.v, job.out = (x.data_ptr() for x in tensors)
-    job.sinks, job.alibi_slopes = (0 if x is None else x.data_ptr() for x in per_head)
-    job.scale, job.softcap = scale, softcap
-    plan.counters.fill(0)
+@attrs.frozen(eq=False)
+class _Stored:
+    """What the attention of layers depends on beside the step. Belongs to one thread.
+
+    Attributes:
+        dtype: of the pools; None if they are of a kind that is not written.
+        k: `int64[layers]`, where the pools are.
+        v: likewise.
+        sinks: likewise; 0 if a layer has none.
+        options: of each layer.
+        groups: numbers of the layers that can share a plan.
+        pools: of each layer.
+        kept: what must stay alive.
+    """
+
+    dtype: torch.dtype | None
+    k: npt.NDArray[np.int64]
+    v: npt.NDArray[np.int64]
+    sinks: npt.NDArray[np.int64]
+    options: Sequence[AttentionOptions]
+    groups: Sequence[list[int]]
+    pools: Sequence[Pools]
+    kept: Sequence[torch.Tensor | None]
+
+    @classmethod
+    def of(cls, pools: Sequence[Pools], options: Sequence[AttentionOptions]) -> "_Stored":
+        dtypes = {pool.dtype for each in pools for pool in each}
+        written = all(cpu_rows.is_writable(pool) for each in pools for pool in each)
+        alike: dict[Any, list[int]] = {}
+        for i, (each, option) in enumerate(zip(pools, options, strict=True)):
+            alike.setdefault((*map(_layout, each), option.window), []).append(i)
+        sinks = [None if o.sinks is None else o.sinks.float().contiguous() for o in options]
+        k, v = (np.array([each.data_ptr() for each in side]) for side in zip(*pools, strict=True))
+        return cls(
+            dtype=dtypes.pop() if written and len(dtypes) == 1 else None,
+            k=k, v=v,
+            sinks=np.array([0 if each is None else each.data_ptr() for each in sinks]),
+            options=options, groups=tuple(alike.values()), pools=pools, kept=sinks,
+        )  # fmt: skip
+
+    def jobs(
+        self, batch: AttentionBatch, q: torch.Tensor, out: torch.Tensor
+    ) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:
+        """The fields of `Job` for each layer, and counters, which must live as long."""
+        jobs = np.empty(len(self.pools), JOB)
+        longest = 0
+        for group in self.groups:
+            (k_pool, v_pool), window = self.pools[group[0]], self.options[group[0]].window
+            key = (*map(_layout, (q, k_pool, v_pool, out)), *_key(window))
+            build = functools.partial(_plan, batch, q, k_pool, v_pool, out, key)
+            plan = batch.planned(key, build)
+            jobs[group] = np.frombuffer(memoryview(plan.job), JOB)
+            longest = max(longest, len(plan.counters))
+        counters = np.zeros((len(jobs), longest), np.int64)
+        jobs["counters"] = counters.ctypes.data + np.arange(len(jobs)) * counters.strides[0]
+        jobs["q"], jobs["out"] = q.data_ptr(), out.data_ptr()
+        jobs["k"], jobs["v"], jobs["sinks"], jobs["alibi_slopes"] = self.k, self.v, self.sinks, 0
+        jobs["scale"] = [each.scale for each in self.options]
+        jobs["softcap"] = [each.softcap for each in self.options]
+        return jobs, counters
+
+
+def _key(window: int) -> tuple[int, int, int]:
+    """Of a plan, beside its layouts."""
+    return window, torch.get_num_threads(), threading.get_ident()
 
 
 def _layout(x: torch.Tensor) -> tuple[Any, ...]:

@@ -1,14 +1,19 @@
-"""A decoder layer on a CPU in one call, or in two: before attention, and after it.
+"""Decoder layers on a CPU in one call, or each in two: before attention, and after it.
 
 Between two calls of the host, at few rows, the processor waits: a layer of a small model takes
 about as long as the dozen operators that transformers makes of it need to be called. Here all of it
-is one `Program`, and each half is, for whoever attends in a way of his own.
+is passes of a `Program`: as many layers as follow upon each other, and each half of a layer, for
+whoever attends in a way of his own.
 """
 
 import threading
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
+import attrs
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvpage.kernels.cpu_product import Panels
@@ -16,6 +21,7 @@ from kvpage.kernels.cpu_rows import (
     ADD,
     CALL,
     GATE,
+    JOB,
     NORM,
     ROTATE,
     WRITE,
@@ -26,14 +32,37 @@ from kvpage.kernels.cpu_rows import (
     product_job,
 )
 
+T = TypeVar("T")
+
 Norm: TypeAlias = tuple[torch.Tensor, float]
 """Weight and epsilon."""
 
 Heads: TypeAlias = tuple[int, int]
 """Their number and their dim."""
 
-Attention: TypeAlias = tuple[int, int, int]
-"""The address of a C function, its argument, and how many items it has for threads to share."""
+Pools: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+"""Of K and V, `[slots, heads, dim]` each."""
+
+# The passes of a layer, in order.
+(
+    FIRST_NORM, QKV, ROTATION, WRITE_K, WRITE_V, ATTENTION,
+    OUT, FIRST_SUM, SECOND_NORM, GATE_UP, GATING, DOWN, LAST_SUM, NUM_PASSES,
+) = range(14)  # fmt: skip
+
+
+@attrs.frozen(eq=False)
+class Attention:
+    """What each layer of a run calls once its K and V are written.
+
+    Attributes:
+        entry: address of a C function.
+        arguments: `int64[layers]`.
+        num_items: `int64[layers]`, how many items threads may share.
+    """
+
+    entry: int
+    arguments: npt.NDArray[np.int64]
+    num_items: npt.NDArray[np.int64]
 
 
 class LayerKernel:
@@ -68,6 +97,10 @@ class LayerKernel:
         self.shape = tuple((each.inputs, each.padded_outputs) for each in panels)
         self._thread = threading.local()
 
+    def is_like(self, other: "LayerKernel") -> bool:
+        """Whether both can be in one run."""
+        return (self.shape, self.heads) == (other.shape, other.heads)
+
     def before_attention(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -82,57 +115,13 @@ class LayerKernel:
             Q, K and V, `[T, heads, dim]` each, which this thread's next call overwrites.
         """
         num_rows = x.shape[0]
-        programs = self._programs(num_rows)
-        norm, _, rotation = programs.before.jobs
-        _set_inputs(norm, rotation, x, cos, sin)
-        programs.before.run(num_rows)
-        return programs.space.heads(self.heads, num_rows)
-
-    def between(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where `compute` puts Q, and where it wants the output of attention: `[T, heads, dim]`."""
-        space = self._programs(num_rows).space
-        (num_q, _), _, (_, v_dim) = self.heads
-        return space.heads(self.heads, num_rows)[0], space.attended[:num_rows].view(
-            num_rows, num_q, v_dim
-        )
-
-    def compute(
-        self,
-        x: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        pools: tuple[torch.Tensor, torch.Tensor],
-        slots: torch.Tensor,
-        attention: Attention,
-    ) -> torch.Tensor:
-        """All of the layer.
-
-        Args:
-            x: as in `before_attention`, and so are `cos` and `sin`.
-            cos: of positions.
-            sin: of positions.
-            pools: of K and V, for which `can_write` is true; written.
-            slots: `int64[T]`, contiguous, where K and V go.
-            attention: what to call when they are written, with Q and the output `between`.
-
-        Returns:
-            `float32[T, hidden]`: the layer's output.
-        """
-        num_rows = x.shape[0]
-        programs = self._programs(num_rows)
-        norm, _, rotation, *writers, call, _, first_sum, second_norm, _, _, _, last_sum = (
-            programs.whole_jobs
-        )
-        result = torch.empty_like(x)
-        _set_inputs(norm, rotation, x, cos, sin)
-        at = slots.data_ptr()
-        for writer, pool in zip(writers, pools, strict=True):
-            writer.operation, writer.slots, writer.result = WRITERS[pool.dtype], at, pool.data_ptr()
-            writer.result_row_bytes = pool.stride(0) * pool.element_size()
-        call.entry, call.argument, call.num_items = attention
-        _set_sums(first_sum, second_norm, last_sum, x, result)
-        programs.whole.run(num_rows)
-        return result
+        halves = self._halves(num_rows)
+        norm, _, rotation = halves.before.jobs
+        norm.source = x.data_ptr()
+        rotation.cos, rotation.sin = cos.data_ptr(), sin.data_ptr()
+        rotation.rotary_dim, rotation.table_row_bytes = cos.shape[1], cos.shape[1] * 4
+        halves.before.run(num_rows)
+        return halves.space.heads(self.heads, num_rows)
 
     def after_attention(self, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """Project, add, norm, and the MLP.
@@ -146,115 +135,227 @@ class LayerKernel:
         """
         attended = attended.contiguous()
         num_rows = x.shape[0]
-        program = self._programs(num_rows).after
+        program = self._halves(num_rows).after
         result = torch.empty_like(x)
         out, first_sum, norm, _, _, _, last_sum = program.jobs
-        out.source = attended.data_ptr()
-        _set_sums(first_sum, norm, last_sum, x, result)
+        out.source, first_sum.addend = attended.data_ptr(), x.data_ptr()
+        first_sum.result = norm.source = last_sum.addend = last_sum.result = result.data_ptr()
         program.run(num_rows)
         return result
 
-    def _programs(self, num_rows: int) -> "_Programs":
+    def _halves(self, num_rows: int) -> "_Halves":
         """This thread's, over a space of at least so many rows and less than twice as many."""
-        capacity = 1 << max(0, num_rows - 1).bit_length()
-        made: _Programs | None = getattr(self._thread, "programs", None)
+        capacity = _capacity(num_rows)
+        made: _Halves | None = getattr(self._thread, "halves", None)
         if made is None or made.space.capacity != capacity:
-            made = self._thread.programs = _Programs(self, _workspace(self, capacity))
+            made = self._thread.halves = _Halves(self, _workspace(self, capacity))
         return made
 
 
-def _set_inputs(
-    norm: Job, rotation: Job, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-) -> None:
-    norm.source = x.data_ptr()
-    rotation.cos, rotation.sin = cos.data_ptr(), sin.data_ptr()
-    rotation.rotary_dim, rotation.table_row_bytes = cos.shape[1], cos.shape[1] * 4
+class LayerRun:
+    """Layers that follow upon each other, in one call. Threads may share it.
+
+    Args:
+        layers: of the same shape and heads.
+    """
+
+    def __init__(self, layers: Sequence[LayerKernel]) -> None:
+        self.layers = tuple(layers)
+        self._thread = threading.local()
+
+    @property
+    def heads(self) -> tuple[Heads, Heads, Heads]:
+        """Of Q, K and V."""
+        return self.layers[0].heads
+
+    def of_pools(self, pools: Sequence[Pools], build: Callable[[], T]) -> T:
+        """What is derived from pools: built when this thread first computes with them."""
+        if getattr(self._thread, "pools", None) is not pools:
+            self._thread.pools, self._thread.derived = pools, build()
+        derived: T = self._thread.derived
+        return derived
+
+    def between(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where each layer puts Q, and where it wants the output of attention: `[T, heads, dim]`.
+
+        Valid until this thread computes another number of rows.
+        """
+        space = self._whole(num_rows).space
+        (num_q, _), _, (_, v_dim) = self.heads
+        return space.heads(self.heads, num_rows)[0], space.attended[:num_rows].view(
+            num_rows, num_q, v_dim
+        )
+
+    def compute(
+        self,
+        x: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        pools: Sequence[Pools],
+        slots: torch.Tensor,
+        attention: Attention,
+    ) -> torch.Tensor:
+        """All of the layers.
+
+        Args:
+            x: `float32[T, hidden]`, contiguous.
+            cos: `float32[T, R]`, of positions, contiguous; both halves of it.
+            sin: likewise.
+            pools: of each layer, for which `is_writable` is true; written.
+            slots: `int64[T]`, contiguous, where K and V go.
+            attention: what to call when they are written, with Q and the output `between`.
+
+        Returns:
+            `float32[T, hidden]`: the last layer's output.
+        """
+        num_rows = x.shape[0]
+        whole = self._whole(num_rows)
+        jobs, result = whole.jobs, torch.empty_like(x)
+        # The first layer adds to `x`, each other one to what the one before it gave.
+        sources = np.full(len(jobs), result.data_ptr())
+        sources[0] = x.data_ptr()
+        jobs[:, FIRST_NORM]["source"] = jobs[:, FIRST_SUM]["addend"] = sources
+        jobs[:, FIRST_SUM]["result"] = jobs[:, SECOND_NORM]["source"] = result.data_ptr()
+        jobs[:, LAST_SUM]["addend"] = jobs[:, LAST_SUM]["result"] = result.data_ptr()
+        rotations, calls = jobs[:, ROTATION], jobs[:, ATTENTION]
+        rotations["cos"], rotations["sin"] = cos.data_ptr(), sin.data_ptr()
+        rotations["rotary_dim"], rotations["table_row_bytes"] = cos.shape[1], cos.shape[1] * 4
+        whole.write_to(pools)
+        jobs[:, WRITE_K : WRITE_V + 1]["slots"] = slots.data_ptr()
+        calls["entry"], calls["argument"] = attention.entry, attention.arguments
+        calls["num_items"] = attention.num_items
+        whole.program.run(num_rows)
+        return result
+
+    def _whole(self, num_rows: int) -> "_Whole":
+        """This thread's, over a space of at least so many rows and less than twice as many."""
+        capacity = _capacity(num_rows)
+        made: _Whole | None = getattr(self._thread, "whole", None)
+        if made is None or made.space.capacity != capacity:
+            made = _Whole(self.layers, _workspace(self.layers[0], capacity))
+            self._thread.whole = made
+        return made
 
 
-def _set_sums(
-    first_sum: Job, norm: Job, last_sum: Job, x: torch.Tensor, result: torch.Tensor
-) -> None:
-    first_sum.addend = x.data_ptr()
-    first_sum.result = norm.source = last_sum.addend = last_sum.result = result.data_ptr()
-
-
-class _Programs:
+class _Halves:
     """A layer's passes over a workspace; sources and results outside of it are set for each call.
 
     Attributes:
         space: what lies between the passes.
         before: norm, product, rotation.
         after: product, sum, norm, product, gate, product, sum.
-        whole: `before`, K and V written, a call, `after`.
-        whole_jobs: its jobs.
     """
 
     def __init__(self, kernel: LayerKernel, space: "_Workspace") -> None:
         self.space = space
-        before, after = self._before(kernel), self._after(kernel)
-        self.before, self.after = Program(before), Program(after)
-        self.whole = Program([*before, *self._writers(kernel), Job(operation=CALL), *after])
-        self.whole_jobs = tuple(self.whole.jobs)
+        self.before = Program(_before(kernel, space))
+        self.after = Program(_after(kernel, space))
 
-    def _writers(self, kernel: LayerKernel) -> list[Job]:
-        """Of K and V as they lie behind Q."""
-        widths = [heads * dim for heads, dim in kernel.heads]
-        row_bytes = self.space.qkv.shape[1] * 4
-        return [
-            job(
-                WRITE, 0, width=width, bytes_per_row=8 * width, source_row_bytes=row_bytes,
-                source=self.space.qkv.data_ptr() + 4 * begin,
-            )
-            for width, begin in zip(widths[1:], accumulate(widths), strict=False)
-        ]  # fmt: skip
 
-    def _before(self, kernel: LayerKernel) -> list[Job]:
-        (num_q, head_dim), (num_k, _), _ = kernel.heads
-        rotation = job(
-            ROTATE, 0, bytes_per_row=8 * (num_q + num_k) * head_dim,
-            num_heads=num_q + num_k, head_dim=head_dim,
-            source=self.space.qkv.data_ptr(), source_row_bytes=self.space.qkv.shape[1] * 4,
-        )  # fmt: skip
-        return [
-            self._norm(kernel, 0),
-            _product(kernel.qkv, self.space.normed, self.space.qkv),
-            rotation,
-        ]
+class _Whole:
+    """All passes of layers over a workspace, which all of them use.
 
-    def _after(self, kernel: LayerKernel) -> list[Job]:
-        width = kernel.down.inputs
-        out = _product(kernel.out, self.space.attended, self.space.projected)
-        gate = job(
-            GATE, 0, bytes_per_row=12 * width, width=width,
-            source=self.space.gate_up.data_ptr(), source_row_bytes=self.space.gate_up.shape[1] * 4,
-            result=self.space.gated.data_ptr(), result_row_bytes=width * 4,
-        )  # fmt: skip
-        return [
-            out,
-            self._sum(kernel),
-            self._norm(kernel, 1),
-            _product(kernel.gate_up, self.space.normed, self.space.gate_up),
-            gate,
-            _product(kernel.down, self.space.gated, self.space.projected),
-            self._sum(kernel),
-        ]
+    Attributes:
+        space: what lies between the passes.
+        program: the passes.
+        jobs: the same as `[layers, NUM_PASSES]`, with the fields of `Job`.
+    """
 
-    def _norm(self, kernel: LayerKernel, which: int) -> Job:
-        weight, eps = kernel.norms[which]
-        row_bytes = len(weight) * 4
-        return job(
-            NORM, 0, bytes_per_row=2 * row_bytes, width=len(weight), weight=weight.data_ptr(),
-            eps=eps, source_row_bytes=row_bytes,
-            result=self.space.normed.data_ptr(), result_row_bytes=row_bytes,
-        )  # fmt: skip
+    def __init__(self, layers: Sequence[LayerKernel], space: "_Workspace") -> None:
+        self.space = space
+        self.program = Program(
+            [
+                each
+                for kernel in layers
+                for each in (
+                    *_before(kernel, space),
+                    *_writers(kernel, space),
+                    Job(operation=CALL),
+                    *_after(kernel, space),
+                )
+            ]
+        )
+        self.jobs = np.frombuffer(memoryview(self.program.jobs), JOB).reshape(
+            len(layers), NUM_PASSES
+        )
+        self._pools: Sequence[Pools] = ()
 
-    def _sum(self, kernel: LayerKernel) -> Job:
-        width, projected = kernel.qkv.inputs, self.space.projected
-        return job(
-            ADD, 0, bytes_per_row=12 * width, width=width, addend_row_bytes=width * 4,
-            source=projected.data_ptr(), source_row_bytes=projected.shape[1] * 4,
-            result_row_bytes=width * 4,
-        )  # fmt: skip
+    def write_to(self, pools: Sequence[Pools]) -> None:
+        """Let K and V of each layer be written to its pools."""
+        if pools is self._pools:  # as in every step of an engine
+            return
+        self._pools = pools
+        for which, of_layers in zip((WRITE_K, WRITE_V), zip(*pools, strict=True), strict=True):
+            writers = self.jobs[:, which]
+            writers["operation"] = [WRITERS[pool.dtype] for pool in of_layers]
+            writers["result"] = [pool.data_ptr() for pool in of_layers]
+            writers["result_row_bytes"] = [
+                pool.stride(0) * pool.element_size() for pool in of_layers
+            ]
+
+
+def _capacity(num_rows: int) -> int:
+    return 1 << max(0, num_rows - 1).bit_length()
+
+
+def _before(kernel: LayerKernel, space: "_Workspace") -> list[Job]:
+    (num_q, head_dim), (num_k, _), _ = kernel.heads
+    rotation = job(
+        ROTATE, 0, bytes_per_row=8 * (num_q + num_k) * head_dim,
+        num_heads=num_q + num_k, head_dim=head_dim,
+        source=space.qkv.data_ptr(), source_row_bytes=space.qkv.shape[1] * 4,
+    )  # fmt: skip
+    return [_norm(kernel, space, 0), _product(kernel.qkv, space.normed, space.qkv), rotation]
+
+
+def _writers(kernel: LayerKernel, space: "_Workspace") -> list[Job]:
+    """Of K and V as they lie behind Q."""
+    widths = [heads * dim for heads, dim in kernel.heads]
+    row_bytes = space.qkv.shape[1] * 4
+    return [
+        job(
+            WRITE, 0, width=width, bytes_per_row=8 * width, source_row_bytes=row_bytes,
+            source=space.qkv.data_ptr() + 4 * begin,
+        )
+        for width, begin in zip(widths[1:], accumulate(widths), strict=False)
+    ]  # fmt: skip
+
+
+def _after(kernel: LayerKernel, space: "_Workspace") -> list[Job]:
+    width = kernel.down.inputs
+    gate = job(
+        GATE, 0, bytes_per_row=12 * width, width=width,
+        source=space.gate_up.data_ptr(), source_row_bytes=space.gate_up.shape[1] * 4,
+        result=space.gated.data_ptr(), result_row_bytes=width * 4,
+    )  # fmt: skip
+    return [
+        _product(kernel.out, space.attended, space.projected),
+        _sum(kernel, space),
+        _norm(kernel, space, 1),
+        _product(kernel.gate_up, space.normed, space.gate_up),
+        gate,
+        _product(kernel.down, space.gated, space.projected),
+        _sum(kernel, space),
+    ]
+
+
+def _norm(kernel: LayerKernel, space: "_Workspace", which: int) -> Job:
+    weight, eps = kernel.norms[which]
+    row_bytes = len(weight) * 4
+    return job(
+        NORM, 0, bytes_per_row=2 * row_bytes, width=len(weight), weight=weight.data_ptr(),
+        eps=eps, source_row_bytes=row_bytes,
+        result=space.normed.data_ptr(), result_row_bytes=row_bytes,
+    )  # fmt: skip
+
+
+def _sum(kernel: LayerKernel, space: "_Workspace") -> Job:
+    width, projected = kernel.qkv.inputs, space.projected
+    return job(
+        ADD, 0, bytes_per_row=12 * width, width=width, addend_row_bytes=width * 4,
+        source=projected.data_ptr(), source_row_bytes=projected.shape[1] * 4,
+        result_row_bytes=width * 4,
+    )  # fmt: skip
 
 
 class _Workspace:

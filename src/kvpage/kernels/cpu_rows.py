@@ -273,7 +273,8 @@ def _work(job: Any) -> None:
             _do_item(job, item)
 
 
-_JOB = numba.from_dtype(np.dtype(Job))
+JOB = np.dtype(Job)
+_JOB = numba.from_dtype(JOB)
 _job_pointer = typed_pointer(_JOB)
 
 
