@@ -91,6 +91,38 @@ def test_what_is_packed_gives_the_same_logits(
     assert_equal_logits(before, logits(model))
 
 
+class Between(torch.nn.Module):
+    """A layer that is given something else than the one before it gave."""
+
+    def __init__(self, layer: torch.nn.Module, change: Callable[..., Any]) -> None:
+        super().__init__()
+        self.layer, self.change = layer, change
+
+    def forward(self, hidden_states: torch.Tensor, **options: Any) -> Any:
+        hidden_states, tables = self.change(hidden_states, options.pop("position_embeddings"))
+        return self.layer(hidden_states, position_embeddings=tables, **options)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda x, tables: (x * 2, tables), lambda x, tables: (x, tuple(t.clone() for t in tables))],
+)
+def test_what_lies_between_two_layers_ends_a_run(
+    change: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other hidden states, or tables of their own; and nothing of it is lost."""
+    monkeypatch.setattr("kvpage.packed_linear.fastest_form", lambda _: PanelLinear)
+    model = share_model(family_model("llama"))
+    layers = model.module.model.layers
+    layers[1] = Between(layers[1], change)
+    model = PagedModel(model.module)
+    before = logits(model)
+    assert accelerate(model, pack_linears)
+    fused = [each for each in model.module.modules() if isinstance(each, FusedLayer)]
+    assert [len(each.run.layers) for each in fused if each.run is not None] == [1, len(fused) - 1]
+    assert_equal_logits(before, logits(model))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("form", [PanelLinear, PackedLinear])
 @pytest.mark.parametrize("model_type", served_by_page())
