@@ -7,7 +7,7 @@
 By simulation: the search, and every candidate of the same space, over the same requests. The
 machine is that of `kvpage tune --json found.json`, or arithmetic for 8 billion parameters on an
 H100. Measured: the recommendation, against `fixed` and `dynamic` at every block size with the
-memory and the batch that it recommends, in turn.
+memory and the batch that it recommends, in turn: three rounds, of which the median counts.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ import typer
 
 from kvpage.comparison.engines import open_source
 from kvpage.comparison.workload import Workload, read_workload
-from kvpage.simulator import StepTime
+from kvpage.simulator import MOONCAKE_BLOCK, StepTime
 from kvpage.tuning import Candidate, Curve, MachineCost, SearchSpace, TuningSettings, tune
 from kvpage.tuning.measuring import EndToEnd
 from kvpage.tuning.search import simulate
@@ -52,9 +52,11 @@ def read_cost(path: Path) -> MachineCost:
     return MachineCost(decode, chunk, by_size, **cost)
 
 
-def simulated(trace: Path, cost: MachineCost, kv_bytes: int, requests: int) -> bool:
+def simulated(
+    trace: Path, cost: MachineCost, kv_bytes: int, requests: int, hash_block_size: int
+) -> bool:
     settings = TuningSettings(space=SPACE, max_model_len=4096)
-    workload = read_workload(trace, 20_000, 0)
+    workload = read_workload(trace, 20_000, 0, hash_block_size=hash_block_size)
     tuning = Tuning(About("the model", None, 4096, kv_bytes), settings, workload, cost)
     step = max(1, len(tuning.demand.requests) // requests)
     tuning.demand = attrs.evolve(tuning.demand, requests=tuning.demand.requests[::step])
@@ -70,7 +72,9 @@ def simulated(trace: Path, cost: MachineCost, kv_bytes: int, requests: int) -> b
     return loss <= ALLOWED_LOSS
 
 
-async def measured(trace: Path, model: str | None, scale: float, seconds: float) -> bool:
+async def measured(
+    trace: Path, model: str | None, scale: float, seconds: float, run_seconds: float
+) -> bool:
     found = await tune(model, workload=trace, scale=scale, seconds=seconds, on_progress=print)
     chosen = found.chosen.candidate
     swept = [
@@ -80,7 +84,8 @@ async def measured(trace: Path, model: str | None, scale: float, seconds: float)
     ]
     candidates = list(dict.fromkeys([chosen, *swept]))
     workload = read_workload(trace, 20_000, 0).scaled(scale, found.max_model_len)
-    count = max(2 * int(found.chosen.running), 8)
+    output_tokens = statistics.mean(request.output_tokens for request in workload.requests)
+    count = max(int(run_seconds * found.chosen.tokens_s / output_tokens), 8)
     step = max(1, len(workload.requests) // count)
     sample: Workload = attrs.evolve(workload, requests=workload.requests[::step][:count])
     measure = EndToEnd(open_source(model), found.max_model_len, 0)
@@ -90,7 +95,8 @@ async def measured(trace: Path, model: str | None, scale: float, seconds: float)
             runs[candidate].append(await measure(candidate, sample))
     medians = {candidate: statistics.median(values) for candidate, values in runs.items()}
     best = max(medians, key=medians.__getitem__)
-    print(f"| {trace.name}, {count} requests | tokens/s | runs |\n|---|---|---|")
+    print(f"{found.chosen.running:.0f} of {count} requests run at once, as it was estimated\n")
+    print(f"| {trace.name.split('.')[0]} | tokens/s | runs |\n|---|---|---|")
     for candidate, values in runs.items():
         mark = " (recommended)" if candidate == chosen else ""
         print(f"| {candidate}{mark} | {medians[candidate]:.1f} | {[round(v, 1) for v in values]} |")
@@ -105,13 +111,15 @@ def main(
     cost: Annotated[Path | None, typer.Option(help="Of `kvpage tune --json`.")] = None,
     kv_bytes: Annotated[int, typer.Option(help="Budget of the simulation.")] = H100_KV_BYTES,
     requests: Annotated[int, typer.Option(help="Simulated, at most.")] = 200,
+    hash_block_size: Annotated[int, typer.Option(help="Tokens per hash id.")] = MOONCAKE_BLOCK,
     model: Annotated[str | None, typer.Option(help="For --measured.")] = None,
     scale: Annotated[float, typer.Option(help="Multiplies lengths, for --measured.")] = 1.0,
     seconds: Annotated[float, typer.Option(help="For the finalists, for --measured.")] = 300.0,
+    run_seconds: Annotated[float, typer.Option(help="Of a run of the sweep, about.")] = 30.0,
 ) -> None:
     files = [f for t in traces for f in (sorted(t.glob("*.csv.gz")) if t.is_dir() else [t])]
     if end_to_end:
-        good = [asyncio.run(measured(file, model, scale, seconds)) for file in files]
+        good = [asyncio.run(measured(file, model, scale, seconds, run_seconds)) for file in files]
     else:
         print(
             "| trace | recommended | best of the sweep | loss, % | simulated |\n"
@@ -121,7 +129,7 @@ def main(
         good = []
         for file in files:
             try:
-                good.append(simulated(file, machine, kv_bytes, requests))
+                good.append(simulated(file, machine, kv_bytes, requests, hash_block_size))
             except ValueError as error:
                 print(f"| {file.name.split('.')[0]} | {error} | | | |", flush=True)
     raise typer.Exit(0 if all(good) else 1)

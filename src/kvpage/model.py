@@ -99,7 +99,6 @@ class _PagedStep:
     ) -> torch.Tensor | None:
         if self.backend.compute_layers is None:
             return None
-        # Of a tuple, all is the tuple itself: so a run of all layers knows it from step to step.
         pools = self.layers[first : first + len(options)]
         return self.backend.compute_layers(run, x, cos, sin, pools, self.batch, self.slots, options)
 

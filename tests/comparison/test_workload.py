@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+import kvpage
 from kvpage import ConfigError
 from kvpage.comparison.workload import Workload, read_workload
 from kvpage.errors import TraceError
@@ -36,6 +37,18 @@ def test_a_path_may_be_text(tmp_path: Path) -> None:
     """As from a command line or a configuration."""
     path = written(tmp_path, HEAD + "0,10,20\n")
     assert read_workload(str(path), 5, 0).name == "mine"
+
+
+async def test_hash_ids_may_stand_for_other_blocks_than_mooncakes(tmp_path: Path) -> None:
+    """Said to `compare` and to `tune`, which read the workload before they load a model."""
+    text = "arrival_s,prompt_tokens,output_tokens,hash_ids\n0,40,2,1 2 3\n"
+    path = written(tmp_path, text)
+    assert read_workload(path, 1, 0, hash_block_size=16).hash_block_size == 16
+    for run in (kvpage.compare, kvpage.tune):
+        with pytest.raises(TraceError, match="is hash_block_size right"):
+            await run("./none", workload=path)
+        with pytest.raises(ConfigError, match="there is no model"):
+            await run("./none", workload=path, hash_block_size=16)
 
 
 def test_a_named_workload_is_the_same_each_time() -> None:

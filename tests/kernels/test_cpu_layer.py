@@ -1,5 +1,7 @@
 """Decoder layers in two calls each, against float64, and all in one, against the two."""
 
+import gc
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -206,6 +208,20 @@ def test_a_run_goes_on_with_other_pools_and_rows() -> None:
         assert torch.equal(*results)
 
 
+def test_a_run_keeps_no_pools() -> None:
+    """An engine that ends gives their memory back, though its model may go on."""
+    layers = [Layer(0), Layer(1)]
+    run = LayerRun([layer.kernel for layer in layers])
+    options = [AttentionOptions(0.5), AttentionOptions(0.5)]
+    pools: Any = tuple(tuple(torch.zeros(40, *heads) for heads in (K, V)) for _ in layers)
+    seen = [weakref.ref(pool) for each in pools for pool in each]
+    x, cos, sin = layers[0].inputs(3)
+    cpu.compute_layers(run, x, cos, sin, pools, batch_of((3, 3)), torch.arange(3), options)
+    del pools
+    gc.collect()
+    assert not any(each() is not None for each in seen)
+
+
 def test_threads_share_a_run() -> None:
     """As engines that share weights do; each with pools of its own."""
     layers = [Layer(0), Layer(1)]
@@ -237,9 +253,6 @@ def test_pools_of_other_types_take_calls_of_their_own() -> None:
 
 def test_a_layer_that_is_gone_leaves_nothing() -> None:
     """Workspaces outlive layers, and do not keep them."""
-    import gc
-    import weakref
-
     layer = Layer()
     check(layer, 4)
     seen = weakref.ref(layer.kernel)

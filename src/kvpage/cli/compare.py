@@ -20,6 +20,7 @@ from kvpage.cli import options
 from kvpage.cli.files import check_writable, replace
 from kvpage.comparison.figures import FIGURES
 from kvpage.comparison.records import CandidateResult, Comparison
+from kvpage.simulator import MOONCAKE_BLOCK
 
 DEFAULT_REPORT = Path("kvpage-compare.html")
 DEFAULT_SECONDS = 270.0
@@ -31,6 +32,7 @@ INTERRUPTED, FAILED = 130, 2
 def compare(
     trace: options.Trace = None,
     workload: options.Workload = None,
+    hash_block_size: options.HashBlockSize = MOONCAKE_BLOCK,
     model: options.Model = None,
     allocator: options.Allocators = None,
     block_size: options.BlockSizes = None,
@@ -72,6 +74,7 @@ def compare(
     """Send the same requests through several strategies and block sizes, and compare them."""
     settings: dict[str, Any] = {
         "workload": options.one_workload(trace, workload),
+        "hash_block_size": hash_block_size,
         "requests": requests,
         "scale": scale,
         "rate": rate,

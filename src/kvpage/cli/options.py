@@ -33,6 +33,7 @@ Trace = Annotated[
 Workload = Annotated[
     str | None, typer.Option(help=f"Draw requests: {', '.join(WORKLOADS)}. [default: chat]")
 ]
+HashBlockSize = Annotated[int, typer.Option(help="Tokens per hash id in the trace.")]
 Allocators = Annotated[
     list[str] | None,
     typer.Option(help="name or name:key=value,... [default: fixed, dynamic, contiguous]"),

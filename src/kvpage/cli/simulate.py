@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from kvpage.cli import options
 from kvpage.errors import ConfigError
 from kvpage.simulator import (
     MOONCAKE_BLOCK,
@@ -65,9 +66,7 @@ def simulate(
     cancel_rate: Annotated[float, typer.Option(help="Share of requests that are cancelled.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Of workloads and cancellations.")] = 0,
     requests: Annotated[int, typer.Option(help="Requests to draw for a workload.")] = 10_000,
-    hash_block_size: Annotated[
-        int, typer.Option(help="Tokens per hash id in the traces.")
-    ] = MOONCAKE_BLOCK,
+    hash_block_size: options.HashBlockSize = MOONCAKE_BLOCK,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write reports and series; - is stdout.")
     ] = None,

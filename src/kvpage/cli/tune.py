@@ -14,6 +14,7 @@ from rich.table import Table
 
 from kvpage.cli import options
 from kvpage.cli.files import check_writable, replace
+from kvpage.simulator import MOONCAKE_BLOCK
 from kvpage.tuning import Measured, Recommendation, SearchSpace, Simulated, TuningSettings
 from kvpage.tuning import tune as tune_engine
 from kvpage.tuning.candidates import memory_text
@@ -33,6 +34,7 @@ _AXIS_NAMES = {
 def tune(
     trace: options.Trace = None,
     workload: options.Workload = None,
+    hash_block_size: options.HashBlockSize = MOONCAKE_BLOCK,
     model: options.Model = None,
     kv_memory: Annotated[
         str | None,
@@ -64,6 +66,7 @@ def tune(
         values["block_sizes"] = block_size
     settings: dict[str, Any] = {
         "workload": options.one_workload(trace, workload),
+        "hash_block_size": hash_block_size,
         "requests": requests,
         "scale": scale,
         "kv_memory": kv_memory,

@@ -73,7 +73,9 @@ async def compare(
     chosen = ComparisonSettings(**settings)
     chosen.candidates()
     most = chosen.requests or MOST_REQUESTS
-    read = partial(read_workload, chosen.workload, most, chosen.seed)
+    read = partial(
+        read_workload, chosen.workload, most, chosen.seed, hash_block_size=chosen.hash_block_size
+    )
     workload = await anyio.to_thread.run_sync(read)
     load = partial(open_source, model, dtype=dtype, device=device, cache_dir=cache_dir)
     source = await anyio.to_thread.run_sync(load, abandon_on_cancel=True)

@@ -11,7 +11,7 @@ from kvpage.allocators.base import AllocatorFactory
 from kvpage.config import KVMemory
 from kvpage.errors import ConfigError
 from kvpage.plugins import AllocatorSpec, check_allocator_spec
-from kvpage.simulator import TraceRequest
+from kvpage.simulator import MOONCAKE_BLOCK, TraceRequest
 
 DEFAULT_MAX_MODEL_LEN = 512
 """Short, so that a small model on two cores gets through a comparison in minutes."""
@@ -95,6 +95,7 @@ class ComparisonSettings:
         block_sizes: tokens per block.
         workload: the name of a workload (`"chat"`, `"code"`, `"summarise"`, `"reasoning"`,
             `"agent"`), the path of a trace as `kvpage simulate` reads it, or requests.
+        hash_block_size: tokens that one hash id of a trace or of requests stands for.
         requests: how many of the workload's first requests to send; None takes as many as all
             rounds have time for by a first try, 6 to 40 of them, and 20 without a limit of time.
         scale: every length is multiplied by this; None takes what makes the mean request a quarter
@@ -122,6 +123,7 @@ class ComparisonSettings:
         default=(8, 16, 32, 64), converter=_several, validator=_sizes
     )
     workload: str | Path | Sequence[TraceRequest] = "chat"
+    hash_block_size: int = attrs.field(default=MOONCAKE_BLOCK, validator=_whole(1))
     requests: int | None = attrs.field(default=None, validator=_whole(1))
     scale: float | None = attrs.field(default=None, validator=_positive)
     rate: float | None = attrs.field(default=None, validator=_positive)

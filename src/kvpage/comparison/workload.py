@@ -101,8 +101,20 @@ class Workload:
         return tokens
 
 
-def read_workload(source: str | Path | Sequence[TraceRequest], count: int, seed: int) -> Workload:
+def read_workload(
+    source: str | Path | Sequence[TraceRequest],
+    count: int,
+    seed: int,
+    *,
+    hash_block_size: int = MOONCAKE_BLOCK,
+) -> Workload:
     """The first `count` requests of `source`, not scaled. Reads no further than these.
+
+    Args:
+        source: the name of a workload, the path of a trace, or requests.
+        count: how many, at most.
+        seed: of what is drawn.
+        hash_block_size: tokens that one hash id of a trace or of requests stands for.
 
     Raises:
         ConfigError: no workload of this name.
@@ -113,9 +125,11 @@ def read_workload(source: str | Path | Sequence[TraceRequest], count: int, seed:
         return Workload(source, _first(drawn, count, source), hash_block_size=drawn.hash_block_size)
     if isinstance(source, str | Path):
         _check_exists(source)
-        trace = TraceFile(Path(source))
-        return Workload(trace.name, _first(trace, count, trace.name))
-    return Workload("requests", _first(source, count, "the workload"))
+        trace = TraceFile(Path(source), hash_block_size=hash_block_size)
+        requests = _first(trace, count, trace.name)
+        return Workload(trace.name, requests, hash_block_size=hash_block_size)
+    requests = _first(source, count, "the workload")
+    return Workload("requests", requests, hash_block_size=hash_block_size)
 
 
 def _check_exists(source: str | Path) -> None:

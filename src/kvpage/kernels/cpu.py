@@ -94,7 +94,7 @@ def compute_layers(
     if stored.dtype is None:
         return None
     tensors = run.between(x.shape[0])
-    jobs, _counters = stored.jobs(batch, *tensors)
+    jobs, _counters = stored.jobs(pools, batch, *tensors)
     attention = Attention(
         kernel(stored.dtype).address,
         jobs.ctypes.data + np.arange(len(jobs)) * jobs.itemsize,
@@ -114,7 +114,6 @@ class _Stored:
         sinks: likewise; 0 if a layer has none.
         options: of each layer.
         groups: numbers of the layers that can share a plan.
-        pools: of each layer.
         kept: what must stay alive.
     """
 
@@ -124,7 +123,6 @@ class _Stored:
     sinks: npt.NDArray[np.int64]
     options: Sequence[AttentionOptions]
     groups: Sequence[list[int]]
-    pools: Sequence[Pools]
     kept: Sequence[torch.Tensor | None]
 
     @classmethod
@@ -140,17 +138,17 @@ class _Stored:
             dtype=dtypes.pop() if written and len(dtypes) == 1 else None,
             k=k, v=v,
             sinks=np.array([0 if each is None else each.data_ptr() for each in sinks]),
-            options=options, groups=tuple(alike.values()), pools=pools, kept=sinks,
+            options=options, groups=tuple(alike.values()), kept=sinks,
         )  # fmt: skip
 
     def jobs(
-        self, batch: AttentionBatch, q: torch.Tensor, out: torch.Tensor
+        self, pools: Sequence[Pools], batch: AttentionBatch, q: torch.Tensor, out: torch.Tensor
     ) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:
         """The fields of `Job` for each layer, and counters, which must live as long."""
-        jobs = np.empty(len(self.pools), JOB)
+        jobs = np.empty(len(pools), JOB)
         longest = 0
         for group in self.groups:
-            (k_pool, v_pool), window = self.pools[group[0]], self.options[group[0]].window
+            (k_pool, v_pool), window = pools[group[0]], self.options[group[0]].window
             key = (*map(_layout, (q, k_pool, v_pool, out)), *_key(window))
             build = functools.partial(_plan, batch, q, k_pool, v_pool, out, key)
             plan = batch.planned(key, build)

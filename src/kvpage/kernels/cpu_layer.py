@@ -7,6 +7,7 @@ whoever attends in a way of his own.
 """
 
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, TypeAlias, TypeVar
@@ -169,9 +170,10 @@ class LayerRun:
         return self.layers[0].heads
 
     def of_pools(self, pools: Sequence[Pools], build: Callable[[], T]) -> T:
-        """What is derived from pools: built when this thread first computes with them."""
-        if getattr(self._thread, "pools", None) is not pools:
-            self._thread.pools, self._thread.derived = pools, build()
+        """What is derived from pools, which it must not keep: built when others come."""
+        known: _Known | None = getattr(self._thread, "known", None)
+        if known is None or not known.are(pools):
+            self._thread.derived, self._thread.known = build(), _Known(pools)
         derived: T = self._thread.derived
         return derived
 
@@ -237,6 +239,20 @@ class LayerRun:
         return made
 
 
+class _Known:
+    """Pools, by weak references: an engine that ends gives their memory back."""
+
+    def __init__(self, pools: Sequence[Pools]) -> None:
+        self._pools = [weakref.ref(pool) for each in pools for pool in each]
+
+    def are(self, pools: Sequence[Pools]) -> bool:
+        """Whether these are the same."""
+        given = [pool for each in pools for pool in each]
+        return len(given) == len(self._pools) and all(
+            known() is pool for known, pool in zip(self._pools, given, strict=True)
+        )
+
+
 class _Halves:
     """A layer's passes over a workspace; sources and results outside of it are set for each call.
 
@@ -278,13 +294,13 @@ class _Whole:
         self.jobs = np.frombuffer(memoryview(self.program.jobs), JOB).reshape(
             len(layers), NUM_PASSES
         )
-        self._pools: Sequence[Pools] = ()
+        self._known = _Known(())
 
     def write_to(self, pools: Sequence[Pools]) -> None:
         """Let K and V of each layer be written to its pools."""
-        if pools is self._pools:  # as in every step of an engine
+        if self._known.are(pools):  # as in every step of an engine
             return
-        self._pools = pools
+        self._known = _Known(pools)
         for which, of_layers in zip((WRITE_K, WRITE_V), zip(*pools, strict=True), strict=True):
             writers = self.jobs[:, which]
             writers["operation"] = [WRITERS[pool.dtype] for pool in of_layers]

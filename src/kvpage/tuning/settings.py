@@ -9,6 +9,7 @@ import attrs
 
 from kvpage.config import KVMemory
 from kvpage.errors import ConfigError
+from kvpage.simulator import MOONCAKE_BLOCK
 from kvpage.traffic import TraceRequest, Traffic
 from kvpage.tuning.candidates import SearchSpace
 
@@ -44,6 +45,7 @@ class TuningSettings:
         workload: the name of a workload (`"chat"`, `"code"`, `"summarise"`, `"reasoning"`,
             `"agent"`), the path of a trace as `kvpage simulate` reads it, the `Traffic` of an
             engine, or requests.
+        hash_block_size: tokens that one hash id of a trace or of requests stands for.
         requests: how many of the workload's first requests to look at.
         scale: every length is multiplied by this.
         kv_memory: the most that K and V may take: bytes, `"512MiB"` or `"32768 tokens"`; None takes
@@ -57,6 +59,7 @@ class TuningSettings:
     """
 
     workload: str | Path | Traffic | Sequence[TraceRequest] = "chat"
+    hash_block_size: int = attrs.field(default=MOONCAKE_BLOCK, validator=_at_least(1))
     requests: int = attrs.field(default=20_000, validator=_at_least(1))
     scale: float = attrs.field(default=1.0, validator=_number)
     kv_memory: KVMemory | None = attrs.field(default=None, converter=_memory)

@@ -82,7 +82,13 @@ async def tune(
     for allocator in chosen.space.allocators:
         check_allocator_spec(allocator)
     on_progress("reading the workload")
-    read = partial(read_workload, chosen.source, chosen.requests, chosen.seed)
+    read = partial(
+        read_workload,
+        chosen.source,
+        chosen.requests,
+        chosen.seed,
+        hash_block_size=chosen.hash_block_size,
+    )
     workload = await anyio.to_thread.run_sync(read)
     on_progress("loading the model")
     load = partial(open_source, model, dtype=dtype, device=device, cache_dir=cache_dir)
