@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvpage import ConfigError
-from kvpage.kernels.cpu_product import SLICE_INPUTS, TILE_ROWS
+from kvpage.kernels.cpu_product import SLICE_INPUTS, TILE_ROWS, WIDENED_ROWS
 from kvpage.model import share_model
 from kvpage.packed_linear import PanelLinear
 from kvpage.quantised_linear import (
@@ -79,7 +79,7 @@ def test_panels_of_bytes_give_the_product_of_rounded_weights(inputs: int, bias: 
     """In float32, for any number of rows, each as it is alone."""
     torch.manual_seed(0)
     linear = torch.nn.Linear(inputs, 70, bias=bias)
-    most = 3 * TILE_ROWS + 2
+    most = WIDENED_ROWS + TILE_ROWS + 2
     x = torch.randn(most, inputs) * torch.logspace(-3, 3, most)[:, None]
     with torch.inference_mode():
         layer, weight = panels_of_bytes(linear)

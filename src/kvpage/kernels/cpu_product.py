@@ -6,7 +6,7 @@ as well. Each panel is multiplied with up to `TILE_ROWS` rows at a time, all sum
 group of panels stays in the second-level cache while all rows pass by (Goto and van de Geijn,
 2008); a panel too long for that is cut into slices of inputs.
 
-Weights may be rounded to one byte, with a scale for each output. Up to `TILE_ROWS` rows they are
+Weights may be rounded to one byte, with a scale for each output. Up to `WIDENED_ROWS` rows they are
 widened on their way into registers, for more rows panel by panel beforehand; either way the same
 sums are taken, and scaled at last.
 
@@ -43,6 +43,9 @@ SLICE_BYTES = 128 * 1024
 cache."""
 
 SLICE_INPUTS = SLICE_BYTES // (PANEL * 4)
+
+WIDENED_ROWS = 4 * TILE_ROWS
+"""Up to so many, widening bytes for each tile anew costs less than writing and reading floats."""
 
 ITEMS_PER_THREAD = 4
 
@@ -206,19 +209,17 @@ def multiply_panels(job: Any, item: int) -> None:
 
 @_compiled
 def _step(num_rows: int, line_bytes: int) -> int:
-    """Bytes to ask for ahead at each input, so that the next panel is there when this one is done.
-
-    With one tile of rows there is nothing to do meanwhile: 0.
-    """
+    """Bytes to ask for ahead at each input, so that the next panel is there when this one is done."""
     tiles = (num_rows + TILE_ROWS - 1) // TILE_ROWS
-    return 0 if tiles == 1 else min((line_bytes + tiles - 1) // tiles, CACHE_LINE_BYTES)
+    return min((line_bytes + tiles - 1) // tiles, CACHE_LINE_BYTES)
 
 
 @_compiled
 def _multiply_floats(job: Any, panel: int, later: int) -> None:
     line_bytes = PANEL * 4
     slice_inputs = job.inputs if job.num_rows <= TILE_ROWS else SLICE_INPUTS
-    step = _step(job.num_rows, line_bytes)
+    # With one or two rows there is nothing to do meanwhile; the processor reads ahead by itself.
+    step = 0 if job.num_rows <= 2 else _step(job.num_rows, line_bytes)
     result = job.result + panel * line_bytes
     for begin in range(0, job.inputs, slice_inputs):
         count = min(slice_inputs, job.inputs - begin)
@@ -242,17 +243,17 @@ def _multiply_floats(job: Any, panel: int, later: int) -> None:
 
 @_compiled
 def _multiply_bytes(job: Any, panel: int, later: int) -> None:
-    weights = job.weight + panel * job.inputs * PANEL
     ahead = job.weight + later * job.inputs * PANEL
     result, widened = job.result + panel * PANEL * 4, _slice_floats()
-    few = job.num_rows <= TILE_ROWS
-    slice_inputs = job.inputs if few else SLICE_INPUTS
+    few = job.num_rows <= WIDENED_ROWS
+    slice_inputs = job.inputs if job.num_rows <= TILE_ROWS else SLICE_INPUTS
     step = _step(job.num_rows, PANEL)
     for begin in range(0, job.inputs, slice_inputs):
         count = min(slice_inputs, job.inputs - begin)
+        weights = job.weight + (panel * job.inputs + begin) * PANEL
         if not few:
             for i in range(0, count * PANEL, LANES):
-                store(widened + i * 4, load_bytes(weights + begin * PANEL + i))
+                store(widened + i * 4, load_bytes(weights + i))
         row = 0
         while row < job.num_rows:
             x = job.source + row * job.source_row_bytes + begin * 4
