@@ -209,7 +209,7 @@ def multiply_panels(job: Any, item: int) -> None:
 
 @_compiled
 def _step(num_rows: int, line_bytes: int) -> int:
-    """Bytes to ask for ahead at each input, so that the next panel is there when this one is done."""
+    """Bytes to ask for at each input, so that the next panel is there when this one is done."""
     tiles = (num_rows + TILE_ROWS - 1) // TILE_ROWS
     return min((line_bytes + tiles - 1) // tiles, CACHE_LINE_BYTES)
 
