@@ -55,6 +55,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger("kvpage")
 
 
+TOKENS_AT_ONCE = 16
+"""How many tokens `complete` lets come before it looks: each look holds up the engine."""
+
+
 class AsyncEngine:
     """Generates text with a language model, in this process, on asyncio or trio.
 
@@ -224,6 +228,22 @@ class AsyncEngine:
             The stream. Iterating it may raise `RequestError` (nothing was done), `RequestFailed`
             (this request only), `EngineBusy`, `EngineClosed` or `EngineBroken`.
         """
+        return self._stream(
+            prompt, params, 1, request_id=request_id, priority=priority, salt=salt, adapter=adapter
+        )
+
+    def _stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        at_once: int,
+        *,
+        request_id: str | None,
+        priority: int,
+        salt: str,
+        adapter: str | None,
+    ) -> TokenStream:
+        """See `generate`; the reader is woken for so many tokens at once."""
         number = next(self._numbers)
         chosen = params or self.model.default_params
         new_keys = partial(
@@ -248,7 +268,7 @@ class AsyncEngine:
             # A prompt may take seconds; who leaves meanwhile does not wait for its encoding.
             with self._tracing(name, prompt, chosen) as trace:
                 choices = await anyio.to_thread.run_sync(prepare_request, abandon_on_cancel=True)
-                return await self._submit(name, choices, trace)
+                return await self._submit(name, choices, trace, at_once)
 
         return TokenStream(submit, self.model.detokenizer, chosen.n)
 
@@ -263,9 +283,10 @@ class AsyncEngine:
         adapter: str | None = None,
     ) -> Completion:
         """Generate until the end, and return it whole. Arguments and errors as in `generate`."""
-        stream = self.generate(
-            prompt, params, request_id=request_id, priority=priority, salt=salt, adapter=adapter
-        )
+        stream = self._stream(
+            prompt, params, TOKENS_AT_ONCE,
+            request_id=request_id, priority=priority, salt=salt, adapter=adapter,
+        )  # fmt: skip
         async with stream:
             tokens = [token async for token in stream]
         return Completion.of(tokens)
@@ -452,7 +473,7 @@ class AsyncEngine:
         return self._tracer.submitting(request_id, prompt, params)
 
     async def _submit(
-        self, request_id: str, choices: tuple[OpenChoice, ...], trace: Trace | None
+        self, request_id: str, choices: tuple[OpenChoice, ...], trace: Trace | None, at_once: int
     ) -> OpenRequest:
         if self.config.when_busy == "raise":
             self._gate.try_enter(request_id)
@@ -460,7 +481,7 @@ class AsyncEngine:
             await self._gate.enter(request_id)
         # Nothing is awaited from here on, so the place that was taken cannot be lost.
         thread = self._thread
-        mailbox = Mailbox(post_to_current_loop())
+        mailbox = Mailbox(post_to_current_loop(), at_once)
         request = Request(request_id, choices, mailbox, time.perf_counter(), trace=trace)
         thread.post(Submit(request))
         thread.check_alive()

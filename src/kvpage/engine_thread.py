@@ -325,9 +325,8 @@ class EngineThread:
             request.tell("finished")
 
     def _put(self, mailbox: Mailbox, item: MailItem) -> None:
-        waiting = self._to_wake.setdefault(mailbox.post, [])
         if mailbox.put(item):
-            waiting.append(mailbox)
+            self._to_wake.setdefault(mailbox.post, []).append(mailbox)
 
     def _wake_readers(self) -> None:
         """One wake-up for each event loop, even if none of its readers waits: it may have ended."""

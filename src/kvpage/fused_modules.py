@@ -12,7 +12,7 @@ import torch
 
 from kvpage.attention import attend_packed, compute_layers
 from kvpage.kernels import AttentionOptions, cpu_rows
-from kvpage.kernels.cpu_layer import LayerKernel, LayerRun
+from kvpage.kernels.cpu_layer import HeadKernel, LayerKernel, LayerRun
 from kvpage.packed_linear import PanelLinear
 from kvpage.probe import Call
 
@@ -148,6 +148,7 @@ class FusedLayer(torch.nn.Module):
     Attributes:
         follows: the layer whose result comes to this one as it is, in a tuple of one; or nothing.
             Not a part of this module, which a plain attribute would make it.
+        is_done_before: it gives back what it is given, for a layer before it has computed it.
     """
 
     follows: "tuple[FusedLayer, ...]" = ()
@@ -167,7 +168,7 @@ class FusedLayer(torch.nn.Module):
         self.returns_tuple = returns_tuple
         self.run: LayerRun | None = None
         self._options: tuple[AttentionOptions, ...] = ()
-        self._is_done_before = False
+        self.is_done_before = False
 
     def begin_run(self, others: "Sequence[FusedLayer]", kernels: Sequence[LayerKernel]) -> None:
         """Compute this layer and those that follow upon it, in one call.
@@ -179,7 +180,7 @@ class FusedLayer(torch.nn.Module):
         self.run = LayerRun(kernels)
         self._options = tuple(each.attention.options for each in (self, *others))
         for each in others:
-            each._is_done_before = True
+            each.is_done_before = True
 
     def kernel(self) -> LayerKernel | None:
         """What computes all of the layer but attention, where that can be.
@@ -210,7 +211,7 @@ class FusedLayer(torch.nn.Module):
         **_others: Any,
     ) -> torch.Tensor | tuple[torch.Tensor]:
         """`[1, T, hidden]` to `[1, T, hidden]`; what else transformers passes is of no effect."""
-        if self._is_done_before:
+        if self.is_done_before:
             pass
         elif self.run is None:
             attended, _ = self.attention(self.attention_norm(hidden_states), position_embeddings)
@@ -221,6 +222,67 @@ class FusedLayer(torch.nn.Module):
             x, cos, sin = (each[0].contiguous() for each in (hidden_states, *position_embeddings))
             hidden_states = compute_layers(self.run, x, cos, sin, self._options)[None]
         return (hidden_states,) if self.returns_tuple else hidden_states
+
+
+@attrs.frozen(eq=False)
+class Output:
+    """What a `FusedModel` gives: `logits` `[1, n, vocabulary]`."""
+
+    logits: torch.Tensor
+
+
+class FusedModel(torch.nn.Module):
+    """A causal language model of decoder layers each of which is given what the one before gave.
+
+    transformers prepares masks, caches and recorded outputs around its layers; nothing of that is
+    needed here.
+
+    Args:
+        embedding: of `[1, T]` token ids.
+        positions: takes hidden states and positions `[1, T]`, and gives the position embeddings.
+        layers: in order.
+        norm: of what the last layer gave, token by token.
+        head: from hidden states to logits, as it will stay.
+    """
+
+    def __init__(
+        self,
+        embedding: torch.nn.Module,
+        positions: torch.nn.Module,
+        layers: Sequence[FusedLayer],
+        norm: torch.nn.Module,
+        head: torch.nn.Module,
+    ) -> None:
+        super().__init__()
+        self.embedding = embedding
+        self.positions = positions
+        self.layers = torch.nn.ModuleList(layers)
+        self.norm = norm
+        self.head = head
+        self._ending: HeadKernel | None = None
+        if isinstance(norm, RMSNorm) and isinstance(head, PanelLinear):
+            self._ending = HeadKernel((norm.weight, norm.eps), head.panels)
+
+    def forward(
+        self,
+        *,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        logits_to_keep: torch.Tensor | None = None,
+        **_others: Any,
+    ) -> Output:
+        """`[1, T]` each; `logits_to_keep` `int64[n]`, None for all. The rest is of no effect."""
+        hidden_states = self.embedding(input_ids)
+        tables = self.positions(hidden_states, position_ids)
+        for layer in self.layers:
+            if not layer.is_done_before:
+                given = layer(hidden_states, tables)
+                hidden_states = given[0] if layer.returns_tuple else given
+        if logits_to_keep is not None:
+            hidden_states = hidden_states[:, logits_to_keep]
+        if self._ending is None:
+            return Output(self.head(self.norm(hidden_states)))
+        return Output(self._ending.compute(hidden_states[0].contiguous())[None])
 
 
 def join_layers(layers: Sequence[FusedLayer]) -> None:

@@ -9,7 +9,9 @@ are replaced, each by one of `fused_modules` that computes the same in fewer pas
 * attention: Q, K and V in one product, rotated where they lie, and stored and attended to from
   there;
 * a decoder layer of these parts: two calls, one before attention and one after it; and where such
-  layers follow upon each other with nothing in between, one call for all of them.
+  layers follow upon each other with nothing in between, one call for all of them;
+* a model that is an embedding, such layers, a norm and a head: without what transformers does
+  around them.
 
 What a module is, its name and class do not tell, and its parts only suggest. So the model is run
 once over a few tokens, and what went into and came out of each module is kept; a replacement is
@@ -19,7 +21,7 @@ made only if it gives the same output for the same input. Whatever is not recogn
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeAlias
 
 import attrs
 import torch
@@ -28,6 +30,7 @@ from kvpage.attention import attending
 from kvpage.fused_modules import (
     FusedAttention,
     FusedLayer,
+    FusedModel,
     GatedMLP,
     Norms,
     Projections,
@@ -59,13 +62,15 @@ def accelerate(model: PagedModel, pack: Callable[[Any], None], *, exact: bool = 
     Returns:
         Whether it works as before. If not, it is of no more use.
     """
-    before = fuse(model)
+    before, parts = fuse(model)
     try:
         if differ(before, _logits(model)):
             return False
         pack(model.module)
         _let_go_of_the_file(model.module)
-        join_layers([each for each in model.module.modules() if isinstance(each, FusedLayer)])
+        join_layers(_fused_layers(model))
+        if parts is not None:
+            model.put(FusedModel(**parts()))
         after = _logits(model)
     except AttributeError:  # the family looks into its own layers
         return False
@@ -82,28 +87,43 @@ def _let_go_of_the_file(module: torch.nn.Module) -> None:
         tensor.data = tensor.data.clone()
 
 
-def fuse(model: PagedModel) -> torch.Tensor:
+def fuse(model: PagedModel) -> "tuple[torch.Tensor, _Parts | None]":
     """Replace what is recognised in a float32 model on a CPU, whose modules are changed.
 
     Returns:
-        `[WATCHED_TOKENS, vocabulary]`: logits of the model as it was.
+        `[WATCHED_TOKENS, vocabulary]`, logits of the model as it was; and what gives the parts of a
+        `FusedModel` as they are when it is called, if it would compute the same.
     """
     seen, before = _watch(model)
-    layers: list[tuple[FusedLayer, _Use]] = []
     # Attention takes the norms of Q and K over as they are by then.
     for make in (_norms, _mlps, _attentions, _layers):
-        for parent, name, child in list(_places(model.module)):
-            use = seen.get(child)
-            if use is not None:
-                replacement = next((each for each in make(child, use) if _agrees(each, use)), None)
-                if replacement is not None:
-                    setattr(parent, name, replacement.eval())
-                if isinstance(replacement, FusedLayer):
-                    layers.append((replacement, use))
-    for (before_it, earlier), (layer, use) in pairwise(layers):
-        if _nothing_lies_between(earlier, use):
-            layer.follows = (before_it,)
-    return before
+        _replace(model, make, seen)
+    layers = _fused_layers(model)
+    for earlier, layer in pairwise(layers):
+        if _nothing_lies_between(seen[earlier], seen[layer]):
+            layer.follows = (earlier,)
+    return before, _parts_of(model, layers, seen)
+
+
+def _fused_layers(model: PagedModel) -> list[FusedLayer]:
+    return [each for each in model.module.modules() if isinstance(each, FusedLayer)]
+
+
+def _replace(model: PagedModel, make: "_Make", seen: "_Uses") -> None:
+    """Replace each module by what `make` makes of it, if that agrees.
+
+    Args:
+        model: its modules are changed.
+        make: gives what may take a module's place.
+        seen: how modules were used; those that take their places are added.
+    """
+    for parent, name, child in list(_places(model.module)):
+        use = seen.get(child)
+        if use is not None:
+            replacement = next((each for each in make(child, use) if _agrees(each, use)), None)
+            if replacement is not None:
+                setattr(parent, name, replacement.eval())
+                seen[replacement] = use
 
 
 def _nothing_lies_between(one: "_Use", other: "_Use") -> bool:
@@ -156,7 +176,12 @@ class _Use:
         return given
 
 
-def _watch(model: PagedModel) -> tuple[dict[torch.nn.Module, _Use], torch.Tensor]:
+_Uses: TypeAlias = dict[torch.nn.Module, _Use]
+_Parts: TypeAlias = Callable[[], dict[str, Any]]
+_Make: TypeAlias = Callable[[torch.nn.Module, _Use], Iterator[torch.nn.Module]]
+
+
+def _watch(model: PagedModel) -> tuple[_Uses, torch.Tensor]:
     """Run a model over tokens at positions from the first to the last, and see what its parts do.
 
     Returns:
@@ -296,6 +321,43 @@ def _layers(module: torch.nn.Module, use: _Use) -> Iterator[torch.nn.Module]:
         yield FusedLayer(
             (first, second), attention[0], mlps[0], returns_tuple=isinstance(use.output, tuple)
         )
+
+
+def _parts_of(model: PagedModel, layers: Sequence[FusedLayer], seen: _Uses) -> _Parts | None:
+    """The parts of a model, if what each was given is what another gave, and there is no more."""
+    whole = seen.get(model.module)
+    if whole is None or not layers or any(not layer.follows for layer in layers[1:]):
+        return None
+    first, last = seen[layers[0]], seen[layers[-1]]
+    places = [each for each in _places(model.module) if each[2] in seen]
+
+    def place(does: Callable[[_Use], bool]) -> Any:
+        return next((each for each in places if does(seen[each[2]])), None)
+
+    norm = place(lambda part: part.inputs is _tensors(last.output)[0])
+    found = {
+        "embedding": place(lambda part: part.output is first.inputs),
+        "positions": place(lambda part: part.output is first.tables),
+        "norm": norm,
+        "head": norm and place(lambda part: _is_head(part, seen[norm[2]], whole)),
+    }
+    if None in found.values():
+        return None
+    parts = (*layers, *(child for _, _, child in found.values()))
+    around = set(model.module.modules()) - {each for part in parts for each in part.modules()}
+    if any(each not in seen and type(each) is not torch.nn.ModuleList for each in around):
+        return None  # it has a hook, or is called in other passes than this one
+    return lambda: {
+        "layers": layers,
+        **{role: getattr(parent, name) for role, (parent, name, _) in found.items()},
+    }
+
+
+def _is_head(use: _Use, norm: _Use, whole: _Use) -> bool:
+    """Whether a module makes the logits of what the norm gave, and nothing else happens to them."""
+    pairs = (use.inputs, norm.output), (use.output, getattr(whole.output, "logits", None))
+    tensors = all(isinstance(each, torch.Tensor) for pair in pairs for each in pair)
+    return tensors and all(torch.equal(*pair) for pair in pairs)
 
 
 def _parts(

@@ -130,8 +130,7 @@ class PagedModel:
             UnsupportedModelError: its attention cannot be paged.
         """
         text = text_config(module.config)
-        self.module = module.eval()
-        self._keeps_logits = "logits_to_keep" in inspect.signature(module.forward).parameters
+        self.put(module)
         self.config = module.config
         self.max_len = max_len(text)
         self.vocab_size = int(text.vocab_size)
@@ -141,6 +140,11 @@ class PagedModel:
         self.device: torch.device = module.device
         self.adapters = tuple(adapters)
         self.layers = _probed(module, self._adapted_logits)
+
+    def put(self, module: Any) -> None:
+        """Compute with `module` from now on, which gives the same logits for the same arguments."""
+        self.module = module.eval()
+        self._keeps_logits = "logits_to_keep" in inspect.signature(module.forward).parameters
 
     @property
     def bytes_per_token(self) -> int:
@@ -164,7 +168,7 @@ class PagedModel:
         token_ids: torch.Tensor,
         positions: torch.Tensor | None,
         step: AttentionStep,
-        keep: torch.Tensor,
+        keep: torch.Tensor | None,
         adapted: AdaptedTokens | None = None,
     ) -> torch.Tensor:
         """One forward pass over packed tokens.
@@ -174,7 +178,7 @@ class PagedModel:
             positions: `int64[T]`; None if the tokens are one sequence from its start, for the
                 model to number.
             step: attends in each layer, and stores K and V.
-            keep: `int64[n]`, the tokens whose logits are wanted.
+            keep: `int64[n]`, the tokens whose logits are wanted; None for all.
             adapted: the tokens that have adapters; None if there are none.
 
         Returns:
@@ -183,13 +187,11 @@ class PagedModel:
         inputs = {"input_ids": token_ids[None]}
         if positions is not None:
             inputs["position_ids"] = positions[None]
+        if keep is not None and self._keeps_logits:
+            inputs["logits_to_keep"] = keep
         with attending(step), adapting(adapted):
-            if self._keeps_logits:
-                output = self.module(**inputs, use_cache=False, logits_to_keep=keep)
-                logits: torch.Tensor = output.logits[0]
-                return logits
-            logits = self.module(**inputs, use_cache=False).logits[0]
-            return logits[keep]
+            logits: torch.Tensor = self.module(**inputs, use_cache=False).logits[0]
+        return logits if keep is None or self._keeps_logits else logits[keep]
 
     def _adapted_logits(
         self,

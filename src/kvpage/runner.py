@@ -149,7 +149,7 @@ class ModelRunner:
             self._upload(plan.token_ids),
             self._upload(plan.positions),
             self._pools.step(batch, self._upload(plan.slots)),
-            self._upload(_kept_tokens(plan)),
+            None if _keeps_all(plan) else self._upload(_kept_tokens(plan)),
             self._adapted(plan),
         )
 
@@ -195,6 +195,11 @@ class ModelRunner:
         every = torch.arange(len(inputs.token_ids), device=self._model.device)
         step = self._pools.step(inputs.batch, inputs.slots)
         return self._model.logits(inputs.token_ids, inputs.positions, step, every)
+
+
+def _keeps_all(plan: StepPlan) -> bool:
+    """Whether each token of the step is one to sample from, as in pure decoding."""
+    return plan.prompt_scores is None and len(plan.sample_tokens) == len(plan.token_ids)
 
 
 def _kept_tokens(plan: StepPlan) -> npt.NDArray[np.int64]:

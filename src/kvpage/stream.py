@@ -207,20 +207,26 @@ MailItem = int | SampledToken | BaseException
 class Mailbox:
     """One request's tokens, from the engine thread to the one task that reads them.
 
-    Attributes:
+    Args:
         post: reaches the reader's event loop.
+        at_once: how many tokens, unless one ends an output, are worth waking the reader for.
+
+    Attributes:
+        post: as given.
     """
 
-    def __init__(self, post: Post) -> None:
+    def __init__(self, post: Post, at_once: int = 1) -> None:
         self.post = post
+        self._at_once = at_once
         self._items: deque[MailItem] = deque()
         self._waiter: anyio.Event | None = None
         self._closed = False
 
     def put(self, item: MailItem) -> bool:
-        """Add an item, from any thread; True if the reader waits and wants `wake` on its loop."""
+        """Add an item, from any thread; True if the reader wants `wake` on its loop."""
         self._items.append(item)
-        return self._waiter is not None
+        ends = not isinstance(item, int) and (isinstance(item, BaseException) or item.end)
+        return bool(ends) or len(self._items) >= self._at_once
 
     def wake(self) -> None:
         """Let the reader look again. On the reader's event loop only."""

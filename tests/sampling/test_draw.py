@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvpage import SamplingParams
-from kvpage.draw import LOOK, NO_TOKEN, RUN, Cuts, draw, most_likely
+from kvpage.draw import FEW, LOOK, NO_TOKEN, RUN, Cuts, draw, most_likely
 from kvpage.sampling import PART_BYTES, SamplingRows, sample, uniforms
 
 Floats = npt.NDArray[np.float64]
@@ -148,9 +148,11 @@ def test_the_most_likely_token_is_the_first_of_the_largest(
     generator = torch.Generator().manual_seed(vocabulary)
     logits = torch.randn(20, vocabulary, generator=generator).mul(2).round().to(dtype)
     expected = logits.float().numpy().argmax(axis=-1)
-    np.testing.assert_array_equal(most_likely(logits).numpy(), expected)
+    for rows in (1, FEW, len(logits)):
+        np.testing.assert_array_equal(most_likely(logits[:rows]).numpy(), expected[:rows])
     logits[0], logits[1, -1], logits[2, 0] = -torch.inf, torch.nan, torch.inf
-    assert most_likely(logits[:3]).tolist() == [NO_TOKEN] * 3
+    for rows in (3, len(logits)):
+        assert most_likely(logits[:rows])[:3].tolist() == [NO_TOKEN] * 3
 
 
 def kinds() -> list[dict[str, Any]]:

@@ -239,6 +239,34 @@ class LayerRun:
         return made
 
 
+class HeadKernel:
+    """The last norm and the head, in one call. Threads may share it.
+
+    Args:
+        norm: of what the last layer gave.
+        head: weights, from there to logits.
+    """
+
+    def __init__(self, norm: Norm, head: Panels) -> None:
+        self._norm, self._head = norm, head
+        self._thread = threading.local()
+
+    def compute(self, x: torch.Tensor) -> torch.Tensor:
+        """`float32[T, hidden]`, contiguous, to `float32[T, outputs]`, rows maybe farther apart."""
+        normed = torch.empty_like(x)
+        result = x.new_empty(len(x), self._head.padded_outputs)
+        program: Program | None = getattr(self._thread, "program", None)
+        if program is None:
+            program = self._thread.program = Program(
+                [_norm_job(self._norm, normed), _product(self._head, normed, result)]
+            )
+        norm, product = program.jobs
+        norm.source, norm.result = x.data_ptr(), normed.data_ptr()
+        product.source, product.result = normed.data_ptr(), result.data_ptr()
+        program.run(len(x))
+        return result[:, : self._head.outputs]
+
+
 class _Known:
     """Pools, by weak references: an engine that ends gives their memory back."""
 
@@ -321,7 +349,11 @@ def _before(kernel: LayerKernel, space: "_Workspace") -> list[Job]:
         num_heads=num_q + num_k, head_dim=head_dim,
         source=space.qkv.data_ptr(), source_row_bytes=space.qkv.shape[1] * 4,
     )  # fmt: skip
-    return [_norm(kernel, space, 0), _product(kernel.qkv, space.normed, space.qkv), rotation]
+    return [
+        _norm_job(kernel.norms[0], space.normed),
+        _product(kernel.qkv, space.normed, space.qkv),
+        rotation,
+    ]
 
 
 def _writers(kernel: LayerKernel, space: "_Workspace") -> list[Job]:
@@ -347,7 +379,7 @@ def _after(kernel: LayerKernel, space: "_Workspace") -> list[Job]:
     return [
         _product(kernel.out, space.attended, space.projected),
         _sum(kernel, space),
-        _norm(kernel, space, 1),
+        _norm_job(kernel.norms[1], space.normed),
         _product(kernel.gate_up, space.normed, space.gate_up),
         gate,
         _product(kernel.down, space.gated, space.projected),
@@ -355,13 +387,13 @@ def _after(kernel: LayerKernel, space: "_Workspace") -> list[Job]:
     ]
 
 
-def _norm(kernel: LayerKernel, space: "_Workspace", which: int) -> Job:
-    weight, eps = kernel.norms[which]
+def _norm_job(norm: Norm, result: torch.Tensor) -> Job:
+    weight, eps = norm
     row_bytes = len(weight) * 4
     return job(
         NORM, 0, bytes_per_row=2 * row_bytes, width=len(weight), weight=weight.data_ptr(),
         eps=eps, source_row_bytes=row_bytes,
-        result=space.normed.data_ptr(), result_row_bytes=row_bytes,
+        result=result.data_ptr(), result_row_bytes=row_bytes,
     )  # fmt: skip
 
 
