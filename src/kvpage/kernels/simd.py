@@ -29,9 +29,9 @@ Emitter: TypeAlias = Callable[..., Value]
 
 _HAS_512_BITS = bool(llvmlite.binding.get_host_cpu_features().get("avx512f"))
 LANES = 16 if _HAS_512_BITS else 8
-# A tile keeps TILE_ROWS x TILE_VECTORS sums: 16 of 32 registers, or 8 of 16.
+# A tile keeps TILE_ROWS x TILE_VECTORS sums: 16 of 32 registers, or 12 of 16.
 TILE_ROWS = 4
-TILE_VECTORS = 4 if _HAS_512_BITS else 2
+TILE_VECTORS = 4 if _HAS_512_BITS else 3
 
 CACHE_LINE_BYTES = 64
 
@@ -631,8 +631,8 @@ def _values_tile(tile_dims: int, vectors: int, stride: int) -> Callable[..., Any
     return add_values
 
 
-# Queries of a tile lie side by side in lanes: lines of QUERY_LANES floats.
-QUERY_LANES = 64
+# Queries of a tile lie side by side in lanes: lines of QUERY_LANES floats, one or two tiles wide.
+QUERY_LANES = 64 if _HAS_512_BITS else 48
 
 # Arguments: addresses of int64[TILE_ROWS] rows, bytes from a row to its first number, dims,
 # addresses of the queries float32[dims, QUERY_LANES] and of the scores float32[TILE_ROWS,
