@@ -29,7 +29,7 @@ from kvpage.quantised_linear import QuantisedLinear
 from kvpage.runner import ModelRunner
 from kvpage.sampling import SamplingRows
 
-PASSES = {cpu_rows.PRODUCT: "linear layers", cpu_rows.NORM: "norms", cpu_rows.GATE: "gates"}
+PASSES = {cpu_rows.PRODUCT: "linear layers", cpu_rows.NORM: "norms"}
 """Of a layer's program, which the parts are timed in one by one."""
 
 CONTEXT_TOKENS = 200

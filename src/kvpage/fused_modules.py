@@ -13,6 +13,7 @@ import torch
 from kvpage.attention import attend_packed, compute_layers
 from kvpage.kernels import AttentionOptions, cpu_rows
 from kvpage.kernels.cpu_layer import HeadKernel, LayerKernel, LayerRun
+from kvpage.kernels.simd import LANES
 from kvpage.packed_linear import PanelLinear
 from kvpage.probe import Call
 
@@ -48,6 +49,10 @@ class GatedMLP(torch.nn.Module):
         up: likewise.
         down: likewise.
         activation: of the gate; None is SiLU, whose product with `up` takes one pass.
+
+    Attributes:
+        in_turns: `gate_up` gives `LANES` of gate and of up in turns, for that pass; otherwise all
+            of gate, then all of up.
     """
 
     def __init__(
@@ -58,14 +63,17 @@ class GatedMLP(torch.nn.Module):
         activation: Callable[[torch.Tensor], torch.Tensor] | None,
     ) -> None:
         super().__init__()
+        self.in_turns = activation is None and gate.out_features % LANES == 0
         self.gate_up = side_by_side(gate, up)
+        if self.in_turns:
+            _take_turns(self.gate_up)
         self.down = down
-        self.activation = activation
+        self.activation = activation or torch.nn.functional.silu
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """`[..., hidden]` to `[..., hidden]`."""
         gate_up: torch.Tensor = self.gate_up(hidden_states)
-        if self.activation is None:
+        if self.in_turns:
             product = cpu_rows.silu_gate(gate_up)
         else:
             gate, up = gate_up.chunk(2, dim=-1)
@@ -193,7 +201,7 @@ class FusedLayer(torch.nn.Module):
             *(mlp.gate_up, mlp.down),
         )
         packed = [each.panels for each in linears if isinstance(each, PanelLinear)]
-        plain = attention.rotates and attention.norms is None and mlp.activation is None
+        plain = attention.rotates and attention.norms is None and mlp.in_turns
         q, k, v = attention.heads
         if plain and q[1] == k[1] and len(packed) == len(linears):
             first, second = self.attention_norm, self.mlp_norm
@@ -323,6 +331,12 @@ def side_by_side(*linears: torch.nn.Linear) -> torch.nn.Linear:
     if has_bias:
         joined.bias = _frozen([_bias(linear) for linear in linears])
     return joined
+
+
+def _take_turns(joined: torch.nn.Linear) -> None:
+    """Give the outputs of two layers side by side in turns, `LANES` of each."""
+    for each in joined.parameters():
+        each.data = each.data.view(2, -1, LANES, *each.shape[1:]).transpose(0, 1).reshape_as(each)
 
 
 def _bias(linear: torch.nn.Linear) -> torch.Tensor:

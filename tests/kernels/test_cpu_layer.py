@@ -13,14 +13,24 @@ from torch.nn import functional as F  # noqa: N812
 from kvpage.kernels import AttentionOptions, cpu, cpu_threads
 from kvpage.kernels.cpu_layer import LayerKernel, LayerRun
 from kvpage.kernels.cpu_product import Panels, Room
+from kvpage.kernels.simd import LANES
 from kvpage.kernels.work import AttentionBatch
 
-HIDDEN, WIDTH, ROTARY = 70, 150, 12
+HIDDEN, WIDTH, ROTARY = 70, 9 * LANES, 12
 Q, K, V = (6, 20), (2, 20), (2, 24)
 EPS = 1e-5
 
 
 pytestmark = pytest.mark.usefixtures("one_and_two_threads")
+
+
+GATE_UP = 2
+"""Which of the four products."""
+
+
+def in_turns(x: torch.Tensor) -> torch.Tensor:
+    """The first half of `[N, ...]` and the second, `LANES` of each in turns."""
+    return x.view(2, -1, LANES, *x.shape[1:]).transpose(0, 1).reshape_as(x)
 
 
 class Layer:
@@ -37,9 +47,12 @@ class Layer:
         self.biases = [self.draw(shape[0]) for shape in shapes]
         self.norms = [self.draw(HIDDEN), self.draw(HIDDEN)]
         room = Room(shapes)
+        weights, biases = (
+            [in_turns(x) if i == GATE_UP else x for i, x in enumerate(of_layers)]
+            for of_layers in (self.weights, self.biases)
+        )
         panels = [
-            Panels.of(weight, bias, room)
-            for weight, bias in zip(self.weights, self.biases, strict=True)
+            Panels.of(weight, bias, room) for weight, bias in zip(weights, biases, strict=True)
         ]
         first, second = self.norms
         self.kernel = LayerKernel(*panels, norms=((first, EPS), (second, EPS)), heads=(Q, K, V))
@@ -73,7 +86,7 @@ class Layer:
 
     def exact_after(self, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         h = x.double() + self.linear(1, attended.double().flatten(1))
-        gate, up = self.linear(2, self.norm(1, h)).chunk(2, dim=1)
+        gate, up = self.linear(GATE_UP, self.norm(1, h)).chunk(2, dim=1)
         return h + self.linear(3, F.silu(gate) * up)
 
 

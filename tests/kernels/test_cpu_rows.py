@@ -5,6 +5,7 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 
 from kvpage.kernels import cpu_rows
+from kvpage.kernels.simd import LANES
 
 # Below, at and above the width of a vector, and more than a thread takes at once.
 WIDTHS = (1, 15, 16, 17, 576)
@@ -48,15 +49,14 @@ def test_a_rotation_turns_the_first_numbers_of_each_head(
 
 
 @pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("width", [LANES, 3 * LANES, 36 * LANES])
 def test_a_gate_is_that_of_float64(rows: int, width: int) -> None:
     """From gates so low that their exponential overflows to ones so high that they pass all."""
-    gate_up = random(rows, 2 * width)
-    gate_up[:, :width] *= 60
-    gate, up = gate_up.double().chunk(2, dim=-1)
-    torch.testing.assert_close(
-        cpu_rows.silu_gate(gate_up), (F.silu(gate) * up).float(), rtol=2e-6, atol=1e-6
-    )
+    gate, up = random(rows, width) * 60, random(rows, width)
+    parts = [x.view(rows, width // LANES, LANES) for x in (gate, up)]
+    gate_up = torch.stack(parts, dim=2).view(rows, 2 * width)
+    expected = F.silu(gate.double()) * up.double()
+    torch.testing.assert_close(cpu_rows.silu_gate(gate_up), expected.float(), rtol=2e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -95,5 +95,7 @@ def test_what_does_not_fit_is_refused() -> None:
     k, pool = random(2, 3, 8), random(9, 3, 7)
     with pytest.raises(ValueError, match="do not belong together"):
         cpu_rows.write(((k, pool), (k, pool)), torch.zeros(2, dtype=torch.int64))
+    with pytest.raises(ValueError, match="do not belong together"):
+        cpu_rows.silu_gate(random(2, 3 * LANES))
     with pytest.raises(ValueError, match="float32 on a CPU is wanted"):
         cpu_rows.silu_gate(random(2, 8).double())

@@ -21,7 +21,6 @@ from kvpage.kernels.cpu_product import Panels
 from kvpage.kernels.cpu_rows import (
     ADD,
     CALL,
-    GATE,
     JOB,
     NORM,
     ROTATE,
@@ -47,8 +46,8 @@ Pools: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 # The passes of a layer, in order.
 (
     FIRST_NORM, QKV, ROTATION, WRITE_K, WRITE_V, ATTENTION,
-    OUT, FIRST_SUM, SECOND_NORM, GATE_UP, GATING, DOWN, LAST_SUM, NUM_PASSES,
-) = range(14)  # fmt: skip
+    OUT, FIRST_SUM, SECOND_NORM, GATE_UP, DOWN, LAST_SUM, NUM_PASSES,
+) = range(13)  # fmt: skip
 
 
 @attrs.frozen(eq=False)
@@ -72,7 +71,7 @@ class LayerKernel:
     Args:
         qkv: weights of Q, K and V side by side.
         out: of the output projection.
-        gate_up: of gate and up, side by side.
+        gate_up: of gate and up, `LANES` outputs of each in turns.
         down: of the way back.
         norms: before attention and before the MLP.
         heads: of Q, K and V; those of Q and K have the same dim.
@@ -138,7 +137,7 @@ class LayerKernel:
         num_rows = x.shape[0]
         program = self._halves(num_rows).after
         result = torch.empty_like(x)
-        out, first_sum, norm, _, _, _, last_sum = program.jobs
+        out, first_sum, norm, _, _, last_sum = program.jobs
         out.source, first_sum.addend = attended.data_ptr(), x.data_ptr()
         first_sum.result = norm.source = last_sum.addend = last_sum.result = result.data_ptr()
         program.run(num_rows)
@@ -287,7 +286,7 @@ class _Halves:
     Attributes:
         space: what lies between the passes.
         before: norm, product, rotation.
-        after: product, sum, norm, product, gate, product, sum.
+        after: product, sum, norm, product, product, sum.
     """
 
     def __init__(self, kernel: LayerKernel, space: "_Workspace") -> None:
@@ -370,18 +369,13 @@ def _writers(kernel: LayerKernel, space: "_Workspace") -> list[Job]:
 
 
 def _after(kernel: LayerKernel, space: "_Workspace") -> list[Job]:
-    width = kernel.down.inputs
-    gate = job(
-        GATE, 0, bytes_per_row=12 * width, width=width,
-        source=space.gate_up.data_ptr(), source_row_bytes=space.gate_up.shape[1] * 4,
-        result=space.gated.data_ptr(), result_row_bytes=width * 4,
-    )  # fmt: skip
+    gate_up = _product(kernel.gate_up, space.normed, space.gate_up)
+    gate_up.gated, gate_up.gated_row_bytes = space.gated.data_ptr(), space.gated.shape[1] * 4
     return [
         _product(kernel.out, space.attended, space.projected),
         _sum(kernel, space),
         _norm_job(kernel.norms[1], space.normed),
-        _product(kernel.gate_up, space.normed, space.gate_up),
-        gate,
+        gate_up,
         _product(kernel.down, space.gated, space.projected),
         _sum(kernel, space),
     ]

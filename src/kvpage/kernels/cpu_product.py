@@ -11,6 +11,9 @@ widened on their way into registers, for more rows panel by panel beforehand; ei
 sums are taken, and scaled at last.
 
 The sum of each output is taken over the inputs in their order, whatever the number of rows.
+
+Where outputs are gates and what they let through, a vector of each in turns, they are multiplied
+panel by panel, while the sums are still in a cache.
 """
 
 import ctypes
@@ -22,15 +25,20 @@ from typing import Any, cast
 
 import attrs
 import numba
+import numpy as np
 import torch
 
 from kvpage.kernels.simd import (
     CACHE_LINE_BYTES,
     LANES,
     PANEL,
+    exp,
     load,
     load_bytes,
+    magnitude,
     product_tile,
+    select_less,
+    splat,
     stack_floats,
     store,
 )
@@ -205,6 +213,26 @@ def multiply_panels(job: Any, item: int) -> None:
             _scale(job, panel)
         else:
             _multiply_floats(job, panel, later)
+        if job.gated:
+            _gate(job, panel)
+
+
+@_compiled
+def silu_times(gate: Any, up: Any) -> Any:
+    """`silu(gate) * up` of vectors (Shazeer, 2020)."""
+    zero, one = splat(np.float32(0)), splat(np.float32(1))
+    # The sigmoid, from an exponential that cannot overflow.
+    decay = exp(zero - magnitude(gate))
+    return gate * (select_less(gate, zero, decay, one) / (one + decay)) * up
+
+
+@_compiled
+def _gate(job: Any, panel: int) -> None:
+    """Multiply the first vector of a panel, as gates, with the second."""
+    for row in range(job.num_rows):
+        gate = job.result + row * job.result_row_bytes + panel * PANEL * 4
+        to = job.gated + row * job.gated_row_bytes + panel * LANES * 4
+        store(to, silu_times(load(gate), load(gate + LANES * 4)))
 
 
 @_compiled

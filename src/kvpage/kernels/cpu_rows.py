@@ -23,19 +23,17 @@ import torch
 
 from kvpage.kernels import cpu_product, cpu_threads, simd
 from kvpage.kernels.cpu_kernel import cached
-from kvpage.kernels.cpu_product import Panels, multiply_panels
+from kvpage.kernels.cpu_product import Panels, multiply_panels, silu_times
 from kvpage.kernels.simd import (
     LANES,
     PANEL,
     add_atomically,
     call,
     call_parallel,
-    exp,
     largest_lane,
     load,
     magnitude,
     maximum,
-    select_less,
     splat,
     store,
     sum_of_lanes,
@@ -66,7 +64,7 @@ class Job(ctypes.Structure):
                 "bytes_per_row", "other_bytes", "num_rows", "width",
                 "source", "source_row_bytes", "result", "result_row_bytes",
                 "weight", "bias", "inputs", "num_panels", "panels_per_item", "panels_between",
-                "addend", "addend_row_bytes",
+                "addend", "addend_row_bytes", "gated", "gated_row_bytes",
                 "cos", "sin", "table_row_bytes",
                 "num_heads", "head_dim", "rotary_dim", "slots", "scales", "zeros",
                 "entry", "argument",
@@ -161,22 +159,11 @@ def _rotate_row(job: Any, row: int) -> None:
 
 @_compiled
 def _gate_row(job: Any, row: int) -> None:
-    gate = job.source + row * job.source_row_bytes
-    up, result = gate + job.width * 4, job.result + row * job.result_row_bytes
-    whole = job.width - job.width % LANES
-    zero, one = splat(np.float32(0)), splat(np.float32(1))
-    for i in range(0, whole * 4, LANES * 4):
-        x = load(gate + i)
-        # The sigmoid, from an exponential that cannot overflow.
-        decay = exp(zero - magnitude(x))
-        share = select_less(x, zero, decay, one) / (one + decay)
-        store(result + i, x * share * load(up + i))
-    gates, ups = _floats(gate, job.width), _floats(up, job.width)
-    results = _floats(result, job.width)
-    for i in range(whole, job.width):
-        decay_1 = np.float32(math.exp(-abs(gates[i])))
-        share_1 = (decay_1 if gates[i] < 0 else np.float32(1)) / (np.float32(1) + decay_1)
-        results[i] = gates[i] * share_1 * ups[i]
+    source = job.source + row * job.source_row_bytes
+    result = job.result + row * job.result_row_bytes
+    for i in range(0, job.width * 4, LANES * 4):
+        gate = source + 2 * i
+        store(result + i, silu_times(load(gate), load(gate + LANES * 4)))
 
 
 @_compiled
@@ -465,9 +452,16 @@ def rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
 
 
 def silu_gate(gate_up: torch.Tensor) -> torch.Tensor:
-    """`silu(gate) * up` of `float32[..., 2 * N]`, gates first: `[..., N]` (Shazeer, 2020)."""
+    """`silu(gate) * up` (Shazeer, 2020).
+
+    Args:
+        gate_up: `float32[..., 2 * N]`, `LANES` of gate and of up in turns.
+
+    Returns:
+        `float32[..., N]`.
+    """
     _check(gate_up)
-    _fit(gate_up.shape[-1] % 2 == 0, gate_up)
+    _fit(gate_up.shape[-1] % (2 * LANES) == 0, gate_up)
     gate_up = gate_up.contiguous()
     width = gate_up.shape[-1] // 2
     result = gate_up.new_empty(*gate_up.shape[:-1], width)
