@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvpage import fusion
-from kvpage.fused_modules import FusedAttention, FusedLayer, GatedMLP, RMSNorm
+from kvpage.fused_modules import FusedAttention, FusedLayer, FusedModel, GatedMLP, RMSNorm
 from kvpage.fusion import accelerate, fuse
 from kvpage.model import PagedModel, share_model
 from kvpage.packed_linear import PackedLinear, PanelLinear, pack_linears
@@ -77,17 +77,21 @@ def accelerated(
 
 
 @pytest.mark.parametrize("form", [PanelLinear, PackedLinear, None])
-@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3", "smollm3", "gemma2"])
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3", "smollm3", "granite", "gemma2"])
 def test_what_is_packed_gives_the_same_logits(
     model_type: str, form: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In each form; in panels, layers that are plain enough are computed in one call."""
+    """In each form; in panels, layers that are plain enough are computed in one call.
+
+    Gemma 2 norms what a layer adds; Granite multiplies what the embedding gives.
+    """
     model, before, works = accelerated(model_type, form, monkeypatch)
     assert works
     layers = [each for each in model.module.modules() if isinstance(each, FusedLayer)]
     runs = [len(each.run.layers) for each in layers if each.run is not None]
-    plain = form is PanelLinear and model_type in {"llama", "qwen2", "smollm3"}
+    plain = form is PanelLinear and model_type in {"llama", "qwen2", "smollm3", "granite"}
     assert runs == ([len(layers)] if plain else [])
+    assert isinstance(model.module, FusedModel) == (model_type not in {"granite", "gemma2"})
     assert_equal_logits(before, logits(model))
 
 
@@ -120,6 +124,64 @@ def test_what_lies_between_two_layers_ends_a_run(
     assert accelerate(model, pack_linears)
     fused = [each for each in model.module.modules() if isinstance(each, FusedLayer)]
     assert [len(each.run.layers) for each in fused if each.run is not None] == [1, len(fused) - 1]
+    assert_equal_logits(before, logits(model))
+
+
+def with_a_hook(model: PagedModel) -> None:
+    """Around the layers, which are what they were."""
+    model.module.model.register_forward_hook(lambda *_: None)
+
+
+def with_another_head(model: PagedModel) -> None:
+    """Logits that are twice what the head gives."""
+    head = model.module.lm_head
+    model.module.lm_head = torch.nn.Sequential(head, Twice())
+
+
+def with_another_embedding(model: PagedModel) -> None:
+    """The first layer is given twice what the embedding gives."""
+    embedding = model.module.model.embed_tokens
+    model.module.model.embed_tokens = torch.nn.Sequential(embedding, Twice())
+
+
+class Twice(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+
+@pytest.mark.parametrize(
+    ("change", "is_whole"),
+    [(with_a_hook, False), (with_another_head, True), (with_another_embedding, True)],
+)
+def test_nothing_of_what_lies_around_the_layers_is_lost(
+    change: Callable[[PagedModel], None], is_whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hook keeps the model as it is; what is more than one module is taken over in one piece."""
+    monkeypatch.setattr("kvpage.packed_linear.fastest_form", lambda _: PanelLinear)
+    model = share_model(family_model("llama"))
+    change(model)
+    before = logits(model)
+    assert accelerate(model, pack_linears)
+    assert isinstance(model.module, FusedModel) == is_whole
+    assert_equal_logits(before, logits(model))
+
+
+def test_logits_that_are_changed_behind_the_head_stay_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the family's own code, which is no module: its layers alone are fused."""
+    monkeypatch.setattr("kvpage.packed_linear.fastest_form", lambda _: PanelLinear)
+    model = share_model(family_model("llama"))
+    plain = model.module.forward
+
+    def tripled(**inputs: Any) -> Any:
+        output = plain(**inputs)
+        output.logits = output.logits * 3
+        return output
+
+    monkeypatch.setattr(model.module, "forward", tripled)
+    before = logits(model)
+    assert accelerate(model, pack_linears)
+    assert number_of(model, FusedLayer) == 2
+    assert not isinstance(model.module, FusedModel)
     assert_equal_logits(before, logits(model))
 
 
