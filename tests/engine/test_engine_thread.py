@@ -17,7 +17,7 @@ from kvpage.request import OpenChoice, Request
 from kvpage.scheduler import Scheduler
 from kvpage.sequence import Sequence
 from kvpage.stats import EngineStatistics
-from kvpage.stream import Mailbox
+from kvpage.stream import End, Mailbox, SampledToken, Timings, Usage
 from kvpage.testing import FakeRunner
 from tests.engine.runners import GEOMETRY, PATIENCE_S
 
@@ -41,6 +41,18 @@ def finish(thread: EngineThread) -> None:
     """Let the open requests end, and the thread with them."""
     thread.post(Close("drain"))
     thread.join(PATIENCE_S)
+
+
+async def test_a_reader_is_woken_for_several_tokens_or_an_end() -> None:
+    """Not for less, as `complete` reads; what it has read does not count any more."""
+    end = End("length", Usage(1, 1, 0, 0), Timings(0, 0, 0))
+    mailbox = Mailbox(lambda _: None, at_once=3)
+    assert [mailbox.put(token) for token in range(3)] == [False, False, True]
+    assert [await mailbox.get() for _ in range(3)] == [0, 1, 2]
+    assert not mailbox.put(SampledToken(3))
+    assert mailbox.put(SampledToken(4, end=end))
+    assert [await mailbox.get() for _ in range(2)] == [SampledToken(3), SampledToken(4, end=end)]
+    assert mailbox.put(ValueError())
 
 
 def test_readers_wake_up_to_statistics_that_know_of_their_tokens() -> None:
