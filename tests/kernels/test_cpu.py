@@ -442,6 +442,27 @@ def test_numba_is_imported_late() -> None:
     assert run.stdout == "set()\n"
 
 
+COMPILED = """
+import torch
+from kvpage.kernels import cpu_kernel, cpu_plan, cpu_rows
+
+found = [
+    cpu_kernel.kernel(torch.float32).cache_hits,
+    cpu_rows._kernel().cache_hits,
+    cpu_rows._conductor().cache_hits,
+    sum(cpu_plan.planner().stats.cache_hits.values()),
+]
+print(found)
+"""
+
+
+def test_what_is_compiled_once_is_found_by_the_next_process() -> None:
+    """A start that compiles again takes seconds, and leaves another file each time."""
+    for _ in range(2):
+        printed = subprocess.check_output([sys.executable, "-c", COMPILED], text=True)
+    assert printed.strip() == "[1, 1, 1, 1]"
+
+
 def test_code_that_cannot_be_cached_is_compiled() -> None:
     """Where numba finds no folder for its cache the kernel is compiled all the same."""
     scope: dict[str, Callable[[int], int]] = {}

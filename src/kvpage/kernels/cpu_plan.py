@@ -39,6 +39,7 @@ class Plan:
     memory: tuple[npt.NDArray[Any], ...]
 
 
+@numba.njit
 def _cut_items(
     rows: Any, query_lens: Any, kv_lens: Any, group: int, kv_heads: int, window: int,
     items: Any, merges: Any,
@@ -95,14 +96,13 @@ def planner() -> Callable[..., tuple[int, int, int]]:
     signature = (*[lengths] * 3, *[numba.types.int64] * 3, items, merges)
     # numba's cache knows of this file and of what this closure holds: name the constants of others.
     constants = (PART_KEYS, QUERY_LANES)
-    cut_items = numba.njit(_cut_items)
 
     def plan_items(
         rows: Any, query_lens: Any, kv_lens: Any, group: int, kv_heads: int, window: int,
         items: Any, merges: Any,
     ) -> tuple[int, int, int]:  # fmt: skip
         _ = constants
-        numbers: tuple[int, int, int] = cut_items(
+        numbers: tuple[int, int, int] = _cut_items(
             rows, query_lens, kv_lens, group, kv_heads, window, items, merges
         )
         return numbers
