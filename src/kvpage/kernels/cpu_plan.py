@@ -25,6 +25,8 @@ from kvpage.kernels.cpu_kernel import (
 from kvpage.kernels.simd import AHEAD, LANES, QUERY_LANES
 from kvpage.kernels.work import AttentionBatch
 
+_compiled = functools.partial(numba.njit, error_model="numpy")
+
 # From how many queries on a sequence is cut into tiles rather than rows.
 TILE_QUERIES = 3
 
@@ -39,7 +41,7 @@ class Plan:
     memory: tuple[npt.NDArray[Any], ...]
 
 
-@numba.njit
+@_compiled
 def _cut_items(
     rows: Any, query_lens: Any, kv_lens: Any, group: int, kv_heads: int, window: int,
     items: Any, merges: Any,
