@@ -329,6 +329,8 @@ def _parts_of(model: PagedModel, layers: Sequence[FusedLayer], seen: _Uses) -> _
     if whole is None or not layers or any(not layer.follows for layer in layers[1:]):
         return None
     first, last = seen[layers[0]], seen[layers[-1]]
+    if first.inputs is None or first.tables is None:
+        return None
     places = [each for each in _places(model.module) if each[2] in seen]
 
     def place(does: Callable[[_Use], bool]) -> Any:
@@ -347,9 +349,11 @@ def _parts_of(model: PagedModel, layers: Sequence[FusedLayer], seen: _Uses) -> _
     around = set(model.module.modules()) - {each for part in parts for each in part.modules()}
     if any(each not in seen and type(each) is not torch.nn.ModuleList for each in around):
         return None  # it has a hook, or is called in other passes than this one
+    # Where they are, not what they are: packing replaces them, and lets go of their weights.
+    named = {role: (parent, name) for role, (parent, name, _) in found.items()}
     return lambda: {
         "layers": layers,
-        **{role: getattr(parent, name) for role, (parent, name, _) in found.items()},
+        **{role: getattr(parent, name) for role, (parent, name) in named.items()},
     }
 
 

@@ -1,5 +1,6 @@
 """Fused modules compute what those of transformers do; what is not recognised is left alone."""
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -203,6 +204,20 @@ def test_weights_are_not_held_twice() -> None:
     numbers = sum(each.numel() for each in model.module.state_dict().values())
     fuse(model)
     assert sum(each.numel() for each in model.module.state_dict().values()) == numbers
+
+
+def test_what_is_packed_is_let_go_of_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not when the whole model is done: a head can be a fifth of all weights."""
+    monkeypatch.setattr("kvpage.packed_linear.fastest_form", lambda _: PanelLinear)
+    model = share_model(family_model("llama"))
+    head, is_left = weakref.ref(model.module.lm_head), []
+
+    def pack(module: torch.nn.Module) -> None:
+        pack_linears(module)
+        is_left.append(head() is not None)
+
+    assert accelerate(model, pack)
+    assert is_left == [False]
 
 
 def test_nothing_is_left_of_what_was_loaded() -> None:
