@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 from workloads import Request
 
 
@@ -15,7 +15,11 @@ def engine(model: str) -> Iterator[Callable[[list[Request]], int]]:
     settings = GenerationConfig(
         max_new_tokens=512, do_sample=False, eos_token_id=-1, pad_token_id=2
     )
-    manager = loaded.init_continuous_batching(generation_config=settings)
+    # By itself it takes nearly all memory of the machine, which the other engines need too.
+    limits = ContinuousBatchingConfig(page_size=256, num_blocks=32768 // 256, max_batch_tokens=512)
+    manager = loaded.init_continuous_batching(
+        generation_config=settings, continuous_batching_config=limits
+    )
     manager.start()
     runs = 0
 
