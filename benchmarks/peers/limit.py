@@ -4,7 +4,7 @@ The limit is a roofline (Williams, Waterman, Patterson 2009) in float32 over the
 all prompts at once, then one step per output token for every request that still runs. A step's
 linear layers take the longer of reading all weights once and of multiplying all rows; attention
 reads the keys and values of every running request once. Nothing else takes time. Prompt attention
-is counted as multiplications.
+is counted as multiplications. What prompts begin with alike is computed once.
 """
 
 from dataclasses import dataclass
@@ -75,8 +75,8 @@ def seconds(machine: Machine, shape: Shape, requests: list[Request]) -> float:
     """The shortest time for `requests`; see the module."""
     prompts = np.array([len(request.prompt) for request in requests])
     outputs = np.array([request.num_tokens for request in requests])
-    pairs = int((prompts * (prompts + 1) // 2).sum())
-    total = _linear(machine, shape.layer_weights, int(prompts.sum()))
+    num_tokens, pairs = _prompt_work(requests)
+    total = _linear(machine, shape.layer_weights, num_tokens)
     total += _linear(machine, shape.head_weights, len(requests))
     total += shape.attention_flops_per_pair * pairs / machine.flops_per_s
     for step in range(1, int(outputs.max())):
@@ -86,6 +86,20 @@ def seconds(machine: Machine, shape: Shape, requests: list[Request]) -> float:
             total += _linear(machine, weights, rows)
         total += 4 * shape.kv_floats_per_token * context / machine.bytes_per_s
     return total
+
+
+def _prompt_work(requests: list[Request]) -> tuple[int, int]:
+    """Tokens of prompts, and pairs of a query and a key, without what was computed before."""
+    seen: set[int] = set()
+    pairs = 0
+    for request in requests:
+        prefix = 0
+        for position, token in enumerate(request.prompt):
+            prefix = hash((prefix, token))
+            if prefix not in seen:
+                seen.add(prefix)
+                pairs += position + 1
+    return len(seen), pairs
 
 
 def _linear(machine: Machine, weights: int, rows: int) -> float:
