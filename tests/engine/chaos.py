@@ -564,10 +564,11 @@ class Round:
 def play(seed: int) -> Counter[str]:
     """Play one round; says how many visits came to which end."""
     log = logging.getLogger("kvpage")
-    level, log.level = log.level, logging.CRITICAL  # thousands of mishaps
+    level = log.level
+    log.setLevel(logging.CRITICAL)  # thousands of mishaps
     try:
         one = Round(seed)
         one.play()
     finally:
-        log.level = level
+        log.setLevel(level)  # not by its attribute: loggers remember what is enabled
     return one.outcomes
