@@ -4,8 +4,8 @@
     python benchmarks/startup.py --weights int8
 
 A first process, which is not counted, converts and compiles whatever is not in its cache yet. Shown
-are the medians of the others. The two imports alone, in a process that does nothing else, are the
-floor under all of it.
+are the medians of the others, and beside them what importing torch and transformers takes in a
+process that does nothing else.
 """
 
 import asyncio
