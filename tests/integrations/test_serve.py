@@ -1,5 +1,6 @@
 """`kvpage serve` as a process of its own, with the embedded default model."""
 
+import importlib
 import os
 import re
 import signal
@@ -18,10 +19,11 @@ import openai
 import pytest
 from typer.testing import CliRunner
 
-from kvpage import ConfigError
+from kvpage import AsyncEngine, ConfigError
 from kvpage.cli import app
 from kvpage.cli.serve import KEY_VARIABLE, read_api_keys
 from kvpage.pretrained import default_model_path
+from tests.integrations.echo import echo_engine
 
 START_S = 120.0
 """A loaded machine may take so long to load the model."""
@@ -172,6 +174,33 @@ def test_settings_that_cannot_work_are_refused_first() -> None:
     result = run("/no/such/model", "--port", "0", "--block-size", "0")
     assert isinstance(result.exception, ConfigError)
     assert "block_size must be" in str(result.exception)
+
+
+class Unanswering:
+    """A server that has not begun to accept who calls.
+
+    Attributes:
+        was_called: somebody could call nevertheless.
+    """
+
+    was_called = False
+
+    async def serve(self, sockets: list[socket.socket]) -> None:
+        with socket.create_connection(sockets[0].getsockname(), timeout=START_S):
+            self.was_called = True
+
+
+def test_an_address_that_is_told_can_be_called(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """However long the server takes to its first `accept`."""
+    server = Unanswering()
+    module = importlib.import_module("kvpage.cli.serve")
+    monkeypatch.setattr(module, "_server", lambda _config: server)
+    monkeypatch.setattr(AsyncEngine, "from_pretrained", lambda *_, **__: echo_engine())
+    app(["serve", "--port", "0"], standalone_mode=False)
+    assert "echo on http://127.0.0.1:" in capsys.readouterr().err
+    assert server.was_called
 
 
 @pytest.mark.parametrize(("host", "warned"), [("0.0.0.0", True), ("127.0.0.1", False)])

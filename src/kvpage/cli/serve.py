@@ -213,6 +213,7 @@ async def _run(
             tasks.start_soon(_stop_on_signal, server, closing)
             host, port = listener.getsockname()[:2]
             url = f"http://{_in_url(host)}:{port}"
+            listener.listen(config.backlog)  # who reads the address may call it at once
             print(f"{engine.model.name} on {url}/v1", file=sys.stderr)
             if options.memory_page:
                 print(f"its memory on {url}/memory", file=sys.stderr)
