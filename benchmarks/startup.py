@@ -3,9 +3,9 @@
     python benchmarks/startup.py                   # the default model
     python benchmarks/startup.py --weights int8
 
-A first process, which is not counted, converts and compiles whatever is not in its cache yet. Shown
-are the medians of the others, and beside them what importing torch and transformers takes in a
-process that does nothing else.
+Processes that find the model kept ready and processes that build it anew come in turn; medians of
+each are shown, and beside them what importing torch and transformers takes in a process that does
+nothing else. A first process, which is not counted, converts, compiles and keeps.
 """
 
 import asyncio
@@ -16,24 +16,25 @@ import subprocess
 import sys
 import time
 from itertools import pairwise
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-PARTS = ("interpreter and imports", "model", "engine", "first token")
+PARTS = ("kvpage imported", "model", "engine", "first token")
 STARTED = "KVPAGE_STARTED"
 IMPORTS = "import torch, transformers.models.llama.modeling_llama, transformers.generation"
 
 
-def child(weights: str | None) -> None:
+def child(weights: Any, *, builds: bool) -> None:
     """Print the seconds since the parent started this process, after each part."""
     marks = [float(os.environ[STARTED])]
-    from kvpage.imports import import_model_libraries
-
-    import_model_libraries()
     import kvpage
+    from kvpage.model_cache import CacheEntry
     from kvpage.pretrained import load_pretrained
 
+    if builds:
+        CacheEntry.begin_reading = lambda _: None  # type: ignore[method-assign]
+        CacheEntry.keep = lambda *_: None  # type: ignore[method-assign]
     marks.append(time.time())
     loaded = load_pretrained(weights=weights)
     marks.append(time.time())
@@ -54,28 +55,33 @@ def run(*arguments: str) -> str:
     return subprocess.check_output([sys.executable, *arguments], env=environ, text=True)
 
 
+def show(name: str, found: list[list[float]]) -> None:
+    medians = [statistics.median(of_part) for of_part in zip(*found, strict=True)]
+    shown = ", ".join(f"{part} {s:.1f}" for part, s in zip(PARTS, medians, strict=True))
+    print(f"{name}: first token after {statistics.median(map(sum, found)):.1f} s: {shown}")
+
+
 def main(
     weights: Annotated[str | None, typer.Option(help="'int8', or left out.")] = None,
-    runs: Annotated[int, typer.Option(help="Processes that count.")] = 5,
-    is_child: Annotated[bool, typer.Option("--child", hidden=True)] = False,
+    runs: Annotated[int, typer.Option(help="Processes of each kind that count.")] = 5,
+    part: Annotated[str | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Print seconds."""
-    if is_child:
-        child(weights)
+    if part is not None:
+        child(weights, builds=part == "build")
         return
     options = ["--weights", weights] if weights else []
-    found, imports = [], []
-    for number in range(runs + 1):
-        seconds = json.loads(run(__file__, "--child", *options))
+    run(__file__, "--part", "restore", *options)
+    found: dict[str, list[list[float]]] = {"restore": [], "build": []}
+    imports = []
+    for _ in range(runs):
+        for kind, of_kind in found.items():
+            of_kind.append(json.loads(run(__file__, "--part", kind, *options)))
         started = time.perf_counter()
         run("-c", IMPORTS)
-        if number:
-            found.append(seconds)
-            imports.append(time.perf_counter() - started)
-    medians = [statistics.median(of_part) for of_part in zip(*found, strict=True)]
-    shown = ", ".join(f"{name} {s:.1f}" for name, s in zip(PARTS, medians, strict=True))
-    total = statistics.median(sum(each) for each in found)
-    print(f"first token after {total:.1f} s: {shown}")
+        imports.append(time.perf_counter() - started)
+    show("kept ready", found["restore"])
+    show("built anew", found["build"])
     print(f"importing torch and transformers and nothing else: {statistics.median(imports):.1f} s")
 
 

@@ -33,11 +33,11 @@ from kvpage.engine_thread import (
 from kvpage.errors import ConfigError, EngineClosed
 from kvpage.estimate import Estimate, estimate
 from kvpage.events import Trace
-from kvpage.imports import import_model_libraries
 from kvpage.latencies import BlockLifetimes, Latencies
 from kvpage.plan import Poisonable, Runner
 from kvpage.plugins import build_allocator, check_allocator_spec
 from kvpage.prefix import ChainedKeys
+from kvpage.pretrained import Pretrained, load_pretrained
 from kvpage.request import EngineModel, OpenChoice, Prompt, Request, prepare
 from kvpage.sampling import MAX_CHOICES, SamplingParams
 from kvpage.scheduler import Scheduler
@@ -49,7 +49,6 @@ from kvpage.traffic import Traffic
 if TYPE_CHECKING:
     import torch
 
-    from kvpage.pretrained import Pretrained
     from kvpage.tracing import RequestTracer
 
 logger = logging.getLogger("kvpage")
@@ -144,9 +143,6 @@ class AsyncEngine:
 
         def load() -> AsyncEngine:
             check_allocator_spec(config.allocator, plugins=config.plugins)
-            import_model_libraries()
-            from kvpage.pretrained import load_pretrained
-
             loaded = load_pretrained(
                 model,
                 dtype=dtype,
@@ -160,7 +156,7 @@ class AsyncEngine:
         return OpeningEngine(load)
 
     @classmethod
-    def from_loaded(cls, loaded: "Pretrained", **settings: Any) -> Self:
+    def from_loaded(cls, loaded: Pretrained, **settings: Any) -> Self:
         """Start an engine over what `kvpage.pretrained.load_pretrained` loaded.
 
         Several engines, one after another or at once, may share the weights. Takes as long as one

@@ -41,6 +41,30 @@ class RMSNorm(torch.nn.Module):
         return cpu_rows.rms_norm(hidden_states, self.weight, self.eps)
 
 
+class RotaryEmbedding(torch.nn.Module):
+    """Cosines and sines of angles that grow with the position, at frequencies that stay.
+
+    Args:
+        inv_freq: `[R / 2]`, radians for each position.
+        attention_scaling: multiplies all of them.
+    """
+
+    inv_freq: torch.Tensor
+
+    def __init__(self, inv_freq: torch.Tensor, attention_scaling: float) -> None:
+        super().__init__()
+        self.register_buffer("inv_freq", inv_freq.detach().clone(), persistent=False)
+        self.attention_scaling = attention_scaling
+
+    def forward(
+        self, _hidden_states: torch.Tensor, position_ids: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Positions `[1, T]` to `[1, T, R]` each; both halves of a row are the same."""
+        half = position_ids[..., None] * self.inv_freq
+        angles = torch.cat((half, half), dim=-1)
+        return angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
+
+
 class GatedMLP(torch.nn.Module):
     """`down(activation(gate(x)) * up(x))` with gate and up in one product.
 
@@ -212,6 +236,10 @@ class FusedLayer(torch.nn.Module):
             )
         return None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the run, which is made of the weights as they lie in memory."""
+        return {**vars(self), "run": None, "_options": (), "is_done_before": False}
+
     def forward(
         self,
         hidden_states: torch.Tensor,
@@ -248,7 +276,7 @@ class FusedModel(torch.nn.Module):
     Args:
         embedding: of `[1, T]` token ids.
         positions: takes hidden states and positions `[1, T]`, and gives the position embeddings.
-        layers: in order.
+        layers: in order; joined, as by `join_layers`.
         norm: of what the last layer gave, token by token.
         head: from hidden states to logits, as it will stay.
     """
@@ -265,11 +293,17 @@ class FusedModel(torch.nn.Module):
         self.embedding = embedding
         self.positions = positions
         self.layers = torch.nn.ModuleList(layers)
+        join_layers(layers)
         self.norm = norm
         self.head = head
         self._ending: HeadKernel | None = None
         if isinstance(norm, RMSNorm) and isinstance(head, PanelLinear):
             self._ending = HeadKernel((norm.weight, norm.eps), head.panels)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Made anew of its parts."""
+        parts = self.embedding, self.positions, [*self.layers], self.norm, self.head
+        return FusedModel, parts
 
     def forward(
         self,

@@ -5,6 +5,7 @@ three products with narrow matrices are slower than one with a wide one. So some
 are replaced, each by one of `fused_modules` that computes the same in fewer passes over memory:
 
 * an RMS norm: one pass;
+* a rotary embedding whose frequencies stay: three operators;
 * a gated MLP, `down(activation(gate(x)) * up(x))`: gate and up in one product, then one pass;
 * attention: Q, K and V in one product, rotated where they lie, and stored and attended to from
   there;
@@ -35,6 +36,7 @@ from kvpage.fused_modules import (
     Norms,
     Projections,
     RMSNorm,
+    RotaryEmbedding,
     join_layers,
     normed,
 )
@@ -68,8 +70,9 @@ def accelerate(model: PagedModel, pack: Callable[[Any], None], *, exact: bool = 
             return False
         pack(model.module)
         _let_go_of_the_file(model.module)
-        join_layers(_fused_layers(model))
-        if parts is not None:
+        if parts is None:
+            join_layers(_fused_layers(model))
+        else:
             model.put(FusedModel(**parts()))
         after = _logits(model)
     except AttributeError:  # the family looks into its own layers
@@ -96,7 +99,7 @@ def fuse(model: PagedModel) -> "tuple[torch.Tensor, _Parts | None]":
     """
     seen, before = _watch(model)
     # Attention takes the norms of Q and K over as they are by then.
-    for make in (_norms, _mlps, _attentions, _layers):
+    for make in (_norms, _rotaries, _mlps, _attentions, _layers):
         _replace(model, make, seen)
     layers = _fused_layers(model)
     for earlier, layer in pairwise(layers):
@@ -275,6 +278,23 @@ def _norms(module: torch.nn.Module, use: _Use) -> Iterator[torch.nn.Module]:
         return
     yield RMSNorm(weight, eps)
     yield RMSNorm(weight + 1, eps)
+
+
+@torch.inference_mode()
+def _rotaries(module: torch.nn.Module, use: _Use) -> Iterator[torch.nn.Module]:
+    """What a rotary embedding may be whose frequencies do not depend on how far positions go."""
+    inv_freq = dict(module.named_buffers()).get("inv_freq")
+    scaling = getattr(module, "attention_scaling", None)
+    if inv_freq is None or inv_freq.dim() != 1 or not isinstance(scaling, float | int):
+        return
+    given = (*use.args, *use.kwargs.values())
+    if len(given) != 2 or {*use.kwargs} - {"position_ids"}:
+        return
+    found = RotaryEmbedding(inv_freq, scaling)
+    # It has been watched at positions up to the last.
+    near = given[0], torch.arange(WATCHED_TOKENS)[None]
+    if _same(_tensors(module(*near)), found(*near)):
+        yield found
 
 
 def _mlps(module: torch.nn.Module, use: _Use) -> Iterator[torch.nn.Module]:

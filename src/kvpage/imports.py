@@ -14,34 +14,39 @@ import gc
 import importlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
 _LIBRARIES = (("torch", "lib/libtorch_python.so"), ("triton", "_C/libtriton.so"))
 
-_MODULES = (
+TO_RESTORE = (
     "torch",
-    "transformers",
+    "transformers.tokenization_utils_tokenizers",
+    "kvpage.kernels.cpu",  # and numba with it
+)
+"""What a model that is kept ready needs (`kvpage.model_cache`): half of the time."""
+
+TO_BUILD = (
+    *TO_RESTORE,
     "transformers.modeling_utils",
     "transformers.models.auto",
     "transformers.models.llama.modeling_llama",  # what it imports, most families import
-    "transformers.tokenization_utils_tokenizers",
     "transformers.generation",
     "safetensors.torch",
-    "kvpage.kernels.cpu",  # and numba with it
 )
+"""What any other model needs."""
 
 
-def import_model_libraries() -> None:
+def import_model_libraries(modules: Sequence[str] = TO_BUILD) -> None:
     """Import what loading a model needs; quick if the host has imported it already."""
-    if all(module in sys.modules for module in _MODULES):
+    if all(module in sys.modules for module in modules):
         return
     for package, library in _LIBRARIES:
         _preload(package, library)
     with _collector_paused():
-        for module in _MODULES:
+        for module in modules:
             importlib.import_module(module)
 
 

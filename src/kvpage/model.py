@@ -108,7 +108,6 @@ class PagedModel:
 
     Attributes:
         module: the model that transformers built.
-        config: the model's own configuration.
         layers: the KV shape of each layer.
         max_len: longest sequence that the model's positions allow, in tokens.
         vocab_size: number of token ids that have an embedding.
@@ -131,7 +130,6 @@ class PagedModel:
         """
         text = text_config(module.config)
         self.put(module)
-        self.config = module.config
         self.max_len = max_len(text)
         self.vocab_size = int(text.vocab_size)
         self.eos_token_ids = _eos_token_ids(module)

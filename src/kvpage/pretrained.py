@@ -1,29 +1,22 @@
-"""Find, convert and load a model and its tokenizer: hub id, local folder, or `.gguf` file."""
+"""Find a model and load it: a hub id, a local folder, or a `.gguf` file."""
 
-import json
 import os
-import shutil
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
 from hashlib import blake2b
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import attrs
-import torch
 
-from kvpage.adapters import attach_adapters
-from kvpage.attention import ATTENTION_NAME, register_attention
 from kvpage.config import NO_ADAPTERS, Adapters
 from kvpage.errors import ConfigError
-from kvpage.fusion import accelerate
-from kvpage.kernels.cpu_threads import in_a_thread_that_ends
-from kvpage.model import PagedModel, check_supported, model_class_of
-from kvpage.packed_linear import pack_linears
-from kvpage.quantised_linear import check_int8, quantise_weights
+from kvpage.imports import TO_RESTORE, import_model_libraries
+from kvpage.model_cache import CacheEntry
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvpage.model import PagedModel
 
 Weights: TypeAlias = Literal["int8"]
 
@@ -45,20 +38,23 @@ class Pretrained:
     """
 
     name: str
-    model: PagedModel
+    model: "PagedModel"
     tokenizer: Any
 
 
 def load_pretrained(
     model: str | os.PathLike[str] | None = None,
     *,
-    dtype: str | torch.dtype | None = None,
-    device: str | torch.device | None = None,
+    dtype: "str | torch.dtype | None" = None,
+    device: "str | torch.device | None" = None,
     weights: Weights | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
     adapters: Adapters = NO_ADAPTERS,
 ) -> Pretrained:
     """Load a model and its tokenizer. Blocks; call it from a thread.
+
+    A model of up to `model_cache.MAX_BYTES` that computes in the fastest form is kept in that form;
+    the next process has it in half the time.
 
     Args:
         model: a hub id, a local folder, a `.gguf` file, or None for the embedded default.
@@ -66,7 +62,8 @@ def load_pretrained(
         device: where to compute; None takes a GPU if torch has one.
         weights: `"int8"` rounds the weights of linear layers and of the embedding to one byte, on a
             CPU; None leaves them as they are.
-        cache_dir: where converted models are kept; None takes `kvpage` in the user's cache.
+        cache_dir: where converted models are kept, and those in the fastest form; None takes
+            `kvpage` in the user's cache.
         adapters: see `attach_adapters`.
 
     Raises:
@@ -74,77 +71,50 @@ def load_pretrained(
             installed; or `weights` cannot be had here.
         UnsupportedModelError: its attention cannot be paged; said before weights are read.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-
     source = _source(model)
-    target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if weights not in (None, "int8"):
         raise ConfigError(f"weights must be 'int8' or left out, got {weights!r}")
-    if weights == "int8":
-        check_int8(target, dtype or torch.float32)
-    folder = _converted(source, Path(cache_dir or default_cache_dir()))
-
-    def load() -> Any:
-        with _no_progress_bars():
-            module = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=_dtype(dtype, target), attn_implementation=ATTENTION_NAME
-            )
-        module = module.to(target)
-        attach_adapters(module, adapters)
-        return module
-
+    cache = Path(cache_dir or default_cache_dir())
+    place = _place(source, cache)
+    # What is kept is for float32 on a CPU.
+    is_usual = str(dtype) in ("None", "float32", "torch.float32") and str(device) in ("None", "cpu")
+    entry = CacheEntry(source, weights, cache) if is_usual and not adapters else None
     try:
-        config = AutoConfig.from_pretrained(folder)
-        check_supported(config, model_class_of(config))
-        register_attention()
-        paged = in_a_thread_that_ends(partial(_paged, load, tuple(adapters), weights))
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        if entry is not None and (isinstance(source, str) or Path(place).is_dir()):
+            restored = _restored(entry, place, device)
+            if restored is not None:
+                return Pretrained(_name(source), *restored)
+        built = _built(source, place, dtype, device, weights, adapters)
     except (OSError, ImportError) as error:
         raise ConfigError(f"model {str(source)!r} cannot be loaded: {error}") from error
-    return Pretrained(_name(source), paged, tokenizer)
+    if entry is not None:
+        entry.keep(*built)
+    return Pretrained(_name(source), *built)
 
 
-def _paged(load: Callable[[], Any], adapters: Sequence[str], weights: Weights | None) -> PagedModel:
-    """A paged model of our own; on a CPU, in the form that computes fastest.
+def _restored(entry: CacheEntry, place: str, device: Any) -> "tuple[PagedModel, Any] | None":
+    """What has been kept, if it can be used."""
+    kept = entry.begin_reading()
+    if kept is None:
+        return None
+    import_model_libraries(TO_RESTORE)
+    import torch
 
-    Args:
-        load: builds the model. Called again if a family turns out to look into its layers, where
-            others are now: it is then served as it is.
-        adapters: names of those that it has.
-        weights: see `load_pretrained`.
-    """
-    model = PagedModel(load(), adapters)
-    if model.device.type != "cpu" or model.dtype != torch.float32:
-        return model
-    if accelerate(
-        model, quantise_weights if weights == "int8" else pack_linears, exact=weights is None
-    ):
-        return model
-    if weights == "int8":
-        raise ConfigError(
-            f"weights='int8' is not possible for model type {model.config.model_type!r}, whose "
-            "code looks into its layers; leave weights out"
-        )
-    return PagedModel(load(), adapters)
+    if device is None and torch.cuda.is_available():
+        return None
+    return kept.restore(place)
 
 
-@contextmanager
-def _no_progress_bars() -> Iterator[None]:
-    """A library does not draw on its host's terminal."""
-    from transformers import modeling_gguf_pytorch_utils as gguf
-    from transformers.utils import logging
+def _built(
+    source: str | Path, place: str, dtype: Any, device: Any, weights: str | None, adapters: Adapters
+) -> "tuple[PagedModel, Any]":
+    """See `load_pretrained` and `_place`."""
+    import_model_libraries()
+    from kvpage.building import build, convert_gguf
 
-    were_on = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    # Reading GGUF draws with tqdm itself, which no setting of transformers reaches.
-    bar = gguf.tqdm
-    gguf.tqdm = partial(bar, disable=True)
-    try:
-        yield
-    finally:
-        gguf.tqdm = bar
-        if were_on:
-            logging.enable_progress_bar()
+    if isinstance(source, Path) and not Path(place).is_dir():
+        convert_gguf(source, Path(place))
+    return build(place, dtype=dtype, device=device, weights=weights, adapters=adapters)
 
 
 def default_cache_dir() -> Path:
@@ -186,63 +156,11 @@ def _name(source: str | Path) -> str:
     return source if isinstance(source, str) else source.name
 
 
-def _dtype(dtype: str | torch.dtype | None, device: torch.device) -> str | torch.dtype:
-    # bf16 matrix products on most CPUs are several times slower than float32.
-    return dtype or (torch.float32 if device.type == "cpu" else "auto")
-
-
-def _converted(source: str | Path, cache_dir: Path) -> str:
-    """A folder or hub id that transformers loads directly; a `.gguf` file is converted once."""
+def _place(source: str | Path, cache_dir: Path) -> str:
+    """What transformers loads: a hub id, or a folder; that of a `.gguf` file once converted."""
     if not isinstance(source, Path) or source.is_dir():
         return str(source)
     stat = source.stat()
     identity = f"{_CONVERSION} {source.resolve()} {stat.st_size} {stat.st_mtime_ns}"
     digest = blake2b(identity.encode(), digest_size=8).hexdigest()
-    folder = cache_dir / "models" / f"{source.stem}-{digest}"
-    if not folder.is_dir():
-        _convert_gguf(source, folder)
-    return str(folder)
-
-
-def _convert_gguf(source: Path, folder: Path) -> None:
-    """Write `source` as float32 weights and a tokenizer to `folder`, which appears complete."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-
-    place: dict[str, Any] = {
-        "pretrained_model_name_or_path": str(source.parent),
-        "gguf_file": source.name,
-    }
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=".converting-", dir=folder.parent))
-    try:
-        with _no_progress_bars():
-            model = AutoModelForCausalLM.from_pretrained(
-                **place, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
-            )
-            model.save_pretrained(scratch)
-        _save_tokenizer(AutoTokenizer.from_pretrained(**place), scratch)
-        if not folder.is_dir():  # another process may have been faster
-            scratch.rename(folder)
-    except (ImportError, OSError, ValueError) as error:
-        raise ConfigError(
-            f"{source.name!r} cannot be read as GGUF: {error} (reading GGUF needs "
-            f"pip install 'kvpage[gguf]')"
-        ) from error
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-
-
-def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
-    """Save with the added tokens in the configuration too.
-
-    Without them there, transformers parses the whole of `tokenizer.json` at each start to find
-    them, megabytes in one call that holds the interpreter lock.
-    """
-    tokenizer.save_pretrained(folder)
-    path = folder / "tokenizer_config.json"
-    config = json.loads(path.read_text())
-    config["added_tokens_decoder"] = {
-        str(token_id): token.__getstate__()
-        for token_id, token in tokenizer.added_tokens_decoder.items()
-    }
-    path.write_text(json.dumps(config, indent=2))
+    return str(cache_dir / "models" / f"{source.stem}-{digest}")

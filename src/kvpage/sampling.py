@@ -209,6 +209,11 @@ class SamplingParams:
         if self.allowed_token_ids == ():
             raise RequestError("allowed_token_ids is empty: no token could be generated")
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Made anew from the same values: a read-only mapping can be neither pickled nor copied."""
+        values = {each.name: getattr(self, each.name) for each in attrs.fields(type(self))}
+        return _with_values, (type(self), values | {"logit_bias": dict(self.logit_bias)})
+
     @property
     def penalised(self) -> bool:
         """Does any penalty apply?"""
@@ -222,6 +227,10 @@ class SamplingParams:
     def greedy(self) -> bool:
         """Is every token the most likely one?"""
         return self.temperature < GREEDY_BELOW
+
+
+def _with_values(kind: type[SamplingParams], values: dict[str, Any]) -> SamplingParams:
+    return kind(**values)
 
 
 @attrs.frozen(eq=False)

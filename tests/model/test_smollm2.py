@@ -163,13 +163,12 @@ def test_the_event_loop_keeps_ticking_on_a_free_machine(folder: str) -> None:
     """Neither load nor generation nor a megabyte to tokenise stops a tick of 10 ms for over 50.
 
     The best of three attempts, since a busy machine adds gaps of its own. But for one while
-    loading: `tokenizers` builds its vocabulary in a single call that holds the interpreter lock,
-    60 to 90 ms for 49,152 tokens.
+    loading: `tokenizers` builds its vocabulary in a single call that holds the interpreter lock.
     """
     attempts = [_largest_gaps_ms() for _ in range(3)]
     best = {phase: min(gaps[phase] for gaps in attempts) for phase in attempts[0]}
     assert max(best["generate"], best["tokenise"]) < 50
-    assert best["load"] < 120
+    assert best["load"] < 50 + 1.5 * best["vocabulary"]
 
 
 def _largest_gaps_ms() -> dict[str, float]:

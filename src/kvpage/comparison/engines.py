@@ -1,14 +1,12 @@
 """Where a comparison has its engines from: one loaded model for all of them."""
 
 import os
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import attrs
 
 from kvpage.engine import AsyncEngine
-
-if TYPE_CHECKING:
-    from kvpage.pretrained import Pretrained
+from kvpage.pretrained import Pretrained, load_pretrained
 
 
 class EngineSource(Protocol):
@@ -91,13 +89,9 @@ def open_source(model: Any, **loading: Any) -> SharedModel:
         ConfigError: there is no such model.
         UnsupportedModelError: its attention cannot be paged.
     """
-    from kvpage.imports import import_model_libraries
-
-    import_model_libraries()
-    from kvpage.model import share_model
-    from kvpage.pretrained import Pretrained, load_pretrained
-
     if model is None or isinstance(model, str | os.PathLike):
         return SharedModel(load_pretrained(model, **loading))
+    from kvpage.model import share_model
+
     name = getattr(model.config, "name_or_path", "") or type(model).__name__
     return SharedModel(Pretrained(name, share_model(model), None))
