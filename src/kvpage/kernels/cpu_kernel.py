@@ -31,7 +31,7 @@ import torch
 
 from kvpage.kernels import simd
 from kvpage.kernels.simd import (
-    AHEAD,
+    FAR_AHEAD,
     CACHE_LINE_BYTES,
     KEYS_AT_ONCE,
     LANES,
@@ -174,7 +174,7 @@ def _attend_row(job: Any, item: Any, scratch: int, pool: Any) -> None:
     k_rows = scratch
     # V follows at once, so that what is asked for ahead of the last K is the first V.
     v_rows = k_rows + count * 8
-    scores = k_rows + (2 * PART_KEYS + AHEAD) * 8
+    scores = k_rows + (2 * PART_KEYS + FAR_AHEAD) * 8
     q = scores + job.query_heads * PART_KEYS * 4
     partial = q + job.query_heads * _padded(job.k_dims, LANES) * 4
     if item.first >= 0:

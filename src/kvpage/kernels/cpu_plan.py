@@ -22,7 +22,7 @@ from kvpage.kernels.cpu_kernel import (
     Job,
     cached,
 )
-from kvpage.kernels.simd import AHEAD, LANES, QUERY_LANES
+from kvpage.kernels.simd import FAR_AHEAD, LANES, QUERY_LANES
 from kvpage.kernels.work import AttentionBatch
 
 _compiled = functools.partial(numba.njit, error_model="numpy")
@@ -167,7 +167,7 @@ def _scratch_bytes(shape: Shape) -> tuple[int, int]:
     """Bytes of a partial and of a thread's scratch; see `_attend_row` and `_attend_tile`."""
     k_width, v_width = (-(-dims // LANES) * LANES for dims in (shape.k_dims, shape.v_dims))
     partial = -(-shape.query_heads * (v_width + 2) * 4 // 64) * 64
-    row = (2 * PART_KEYS + AHEAD) * 8 + shape.query_heads * (PART_KEYS + k_width) * 4 + partial
+    row = (2 * PART_KEYS + FAR_AHEAD) * 8 + shape.query_heads * (PART_KEYS + k_width) * 4 + partial
     lines = TILE_STATE_LINES + TILE_KEYS + shape.k_dims + shape.v_dims
     tile = 2 * TILE_KEYS * 8 + lines * QUERY_LANES * 4
     return partial, -(-max(row, tile) // 64) * 64

@@ -400,20 +400,21 @@ def _pairs_within_groups(parity: int) -> list[int]:
     ]
 
 
-def _prefetch_bytes(builder: Builder, address: Value, count: int) -> None:
+def _prefetch_bytes(builder: Builder, address: Value, count: int, cache: int) -> None:
     for at in range(0, count, CACHE_LINE_BYTES):
-        _prefetch(builder, _offset(builder, address, at))
+        _prefetch(builder, _offset(builder, address, at), cache)
 
 
-# How many keys before its use a row is asked for.
-AHEAD = 16
+# How many keys before its use a row is asked for: into the second cache, later into the first. One
+# core alone can wait for few lines in the first.
+FAR_AHEAD, AHEAD = 32, 16
 KEYS_AT_ONCE = 4
 
 
 def _ask_for_rows(
     builder: Builder, rows: Value, n: Value, together: Value, offset: Value, count: int
 ) -> None:
-    """While a part of row `n` is used, ask for as much of what will be used `AHEAD` rows later.
+    """While a part of row `n` is used, ask for as much of what will be used some rows later.
 
     Not for the same part: memory is fastest in the order of addresses. Each of `together` rows, a
     power of two, asks for a share of what lies at `rows`; all parts of all of them, for everything.
@@ -429,7 +430,9 @@ def _ask_for_rows(
     place = builder.and_(n, builder.sub(together, _I64(1)))
     first = _advanced(builder, rows, builder.sub(n, place), _BYTES_PER_ADDRESS)
     at = builder.add(builder.mul(offset, together), builder.mul(place, _I64(count)))
-    _prefetch_bytes(builder, builder.add(_load_address(builder, first, AHEAD), at), count)
+    for ahead, cache in ((FAR_AHEAD, SECOND_CACHE), (AHEAD, FIRST_CACHE)):
+        row = _load_address(builder, first, ahead)
+        _prefetch_bytes(builder, builder.add(row, at), count, cache)
 
 
 def dot_products(heads: int) -> Callable[..., Any]:
