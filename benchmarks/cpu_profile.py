@@ -18,13 +18,16 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 import typer
+from transformers import AutoModelForCausalLM
 
-from kvpage import pretrained
+from kvpage.attention import ATTENTION_NAME, register_attention
 from kvpage.blocks import PoolGeometry
 from kvpage.fusion import RMSNorm
 from kvpage.kernels import cpu, cpu_rows
+from kvpage.model import PagedModel
 from kvpage.packed_linear import PackedLinear, pack_linears
 from kvpage.plan import StepPlan
+from kvpage.pretrained import load_pretrained
 from kvpage.quantised_linear import QuantisedLinear
 from kvpage.runner import ModelRunner
 from kvpage.sampling import SamplingRows
@@ -34,21 +37,26 @@ PASSES = {cpu_rows.PRODUCT: "linear layers", cpu_rows.NORM: "norms"}
 
 CONTEXT_TOKENS = 200
 BLOCK_SIZE = 16
-FORMS: dict[str, Callable[..., bool]] = {
-    "plain": lambda _model, _pack, **_options: True,
-    "packed": lambda model, _pack, **_options: pack_linears(model.module) is None,
-    "served": pretrained.accelerate,
-}
+FORMS = ("plain", "packed", "served")
 
 
-def load(form: str, weights: str | None) -> Any:
-    """The default model in one of the three forms."""
-    accelerate = pretrained.accelerate
-    pretrained.accelerate = FORMS[form]
-    try:
-        return pretrained.load_pretrained(weights=weights if form == "served" else None).model
-    finally:
-        pretrained.accelerate = accelerate
+def load(weights: str | None) -> dict[str, PagedModel]:
+    """The default model in the three forms."""
+    served = load_pretrained(weights=weights)  # type: ignore[arg-type]
+
+    def plain() -> PagedModel:
+        return PagedModel(
+            AutoModelForCausalLM.from_pretrained(
+                served.tokenizer.name_or_path,
+                dtype=torch.float32,
+                attn_implementation=ATTENTION_NAME,
+            )
+        )
+
+    register_attention()
+    models = (plain(), plain(), served.model)
+    pack_linears(models[1].module)
+    return dict(zip(FORMS, models, strict=True))
 
 
 def decode_step(rows: int) -> StepPlan:
@@ -154,7 +162,7 @@ def main(
 ) -> None:
     """Print milliseconds per step."""
     geometry = PoolGeometry(max(rows) * (CONTEXT_TOKENS // BLOCK_SIZE + 1), BLOCK_SIZE, 1024)
-    models = {form: load(form, weights) for form in FORMS}
+    models = load(weights)
     runners = {form: ModelRunner(model, geometry, "numba") for form, model in models.items()}
     num_weights = sum(p.numel() for p in models["plain"].module.parameters())
     num_bytes = num_weights * (1 if weights == "int8" else 4)
