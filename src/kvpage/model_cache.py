@@ -7,8 +7,8 @@ transformers only the tokenizer is needed. The tensors are read by a thread whil
 
 A file holds a line of JSON, the modules as `pickle` writes them with the places of tensors in their
 stead, and the tensors. It is of use until something changes that it was made from: the files of
-the model, the code of kvpage, the versions of libraries, the length of vectors. Modules come from
-kvpage and torch alone, or they are neither written nor read.
+the model, the code of kvpage, the versions of libraries, the length of vectors. `pickle` can name
+any function and have it called: what is not a part of such models is neither written nor read.
 """
 
 import contextlib
@@ -22,6 +22,7 @@ import platform
 import sys
 import tempfile
 import threading
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from hashlib import blake2b
 from importlib import import_module
@@ -44,8 +45,14 @@ _ALIGNMENT = 64
 
 _LIBRARIES = ("torch", "transformers", "numba")
 
-_TRUSTED = ("kvpage", "torch", "collections")
-"""Packages whose classes and functions a file may name."""
+_PARTS = frozenset(
+    {
+        "kvpage.fused_modules", "kvpage.packed_linear", "kvpage.quantised_linear",
+        "kvpage.kernels", "kvpage.kernels.cpu_product", "kvpage.model", "kvpage.probe",
+        "kvpage.sampling", "torch.nn.functional",
+    }
+)  # fmt: skip
+"""What a file may name is defined in these, or is a module of torch."""
 
 _logger = logging.getLogger("kvpage")
 
@@ -240,7 +247,7 @@ class _Pickler(pickle.Pickler):
 
     def reducer_override(self, found: Any) -> Any:
         named = hasattr(found, "__qualname__")  # classes and functions are written by their names
-        if named and not _is_trusted(found.__module__):
+        if named and not _is_part(found):
             raise pickle.PicklingError(f"it needs {found.__module__}.{found.__qualname__}")
         return NotImplemented
 
@@ -264,13 +271,23 @@ class _Unpickler(pickle.Unpickler):
         return typed.as_strided(shape, strides, begin // dtype.itemsize)
 
     def find_class(self, module: str, name: str) -> Any:
-        if not _is_trusted(module):
-            raise pickle.UnpicklingError(f"{module}.{name} is not of a model that was kept")
-        return super().find_class(module, name)
+        import torch
+
+        if module.partition(".")[0] in ("kvpage", "torch", "collections"):
+            found = super().find_class(module, name)
+            if isinstance(found, torch.dtype) or (hasattr(found, "__module__") and _is_part(found)):
+                return found
+        raise pickle.UnpicklingError(f"{module}.{name} is no part of a model")
 
 
-def _is_trusted(module: str | None) -> bool:
-    return str(module).partition(".")[0] in _TRUSTED
+def _is_part(found: Any) -> bool:
+    """Whether a class or function is one that models that can be kept are made of."""
+    import torch
+
+    if found in (OrderedDict, torch.device) or found.__module__ in _PARTS:
+        return True
+    of_torch = str(found.__module__).startswith("torch.nn.modules.")
+    return of_torch and isinstance(found, type) and issubclass(found, torch.nn.Module)
 
 
 def _of_hub(model: str, *, asks: bool) -> Path | None:
