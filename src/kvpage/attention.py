@@ -103,6 +103,9 @@ def paged_attention(
     if attention_mask is not None:
         raise UnsupportedModelError("it makes attention masks of its own")
     options = options_of(query, scaling, sliding_window, softcap, s_aux, others)
+    if torch.compiler.is_compiling():  # by `kvpage.compiled`, which defines this operator
+        values = options.scale, options.window, options.softcap, options.sinks
+        return torch.ops.kvpage.attend(query, key, value, *values), None
     return attend(query, key, value, options), None
 
 

@@ -29,6 +29,7 @@ def build(
     device: str | torch.device | None,
     weights: str | None,
     adapters: Adapters,
+    compiles: bool,
 ) -> tuple[PagedModel, Any]:
     """A model and its tokenizer.
 
@@ -38,6 +39,7 @@ def build(
         device: likewise.
         weights: likewise.
         adapters: likewise.
+        compiles: compile the layers, instead of what else would make them fast.
 
     Raises:
         OSError, ImportError: it cannot be read.
@@ -62,7 +64,10 @@ def build(
     config = AutoConfig.from_pretrained(place)
     check_supported(config, model_class_of(config))
     register_attention()
-    paged = in_a_thread_that_ends(partial(_paged, load, tuple(adapters), weights))
+    if compiles:
+        paged = in_a_thread_that_ends(partial(_compiled, load))
+    else:
+        paged = in_a_thread_that_ends(partial(_paged, load, tuple(adapters), weights))
     return paged, AutoTokenizer.from_pretrained(place)
 
 
@@ -94,6 +99,14 @@ def _paged(load: Callable[[], Any], adapters: Sequence[str], weights: str | None
             "code looks into its layers; leave weights out"
         )
     return PagedModel(load(), adapters)
+
+
+def _compiled(load: Callable[[], Any]) -> PagedModel:
+    from kvpage.compiled import compile_layers
+
+    model = PagedModel(load())
+    compile_layers(model)
+    return model
 
 
 @contextmanager

@@ -115,6 +115,7 @@ class AsyncEngine:
         weights: Literal["int8"] | None = None,
         cache_dir: str | os.PathLike[str] | None = None,
         adapters: Adapters = NO_ADAPTERS,
+        compile: bool = False,
         **settings: Any,
     ) -> "OpeningEngine":
         """Load a model and start an engine over it, off the event loop.
@@ -131,6 +132,9 @@ class AsyncEngine:
             cache_dir: where converted models are kept; None takes the user's cache folder.
             adapters: LoRA adapters (the extra `lora`): a folder or hub id for each name by which
                 requests choose them.
+            compile: compile the layers by `torch.compile`, instead of what kvpage does on a CPU to
+                make them fast. Takes a minute the first time, and on a CPU a C++ compiler; there it
+                is slower than leaving it out. Not together with `weights` or `adapters`.
             settings: see `EngineConfig`.
 
         Raises:
@@ -150,6 +154,7 @@ class AsyncEngine:
                 weights=weights,
                 cache_dir=cache_dir,
                 adapters=adapters,
+                compile=compile,
             )
             return cls.from_loaded(loaded, **settings)
 

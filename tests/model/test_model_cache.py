@@ -14,11 +14,6 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub import constants
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
-from transformers import GenerationConfig
-from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
 from kvpage import SamplingParams, building, model_cache
 from kvpage.errors import ConfigError
@@ -26,23 +21,10 @@ from kvpage.fused_modules import FusedModel
 from kvpage.model_cache import CacheEntry
 from kvpage.packed_linear import PackedLinear, PanelLinear
 from kvpage.pretrained import Pretrained, load_pretrained
-from tests.model.families import PROMPTS, WholeSequence, family_model, logits_of, unchanged
+from tests.model.families import PROMPTS, WholeSequence, logits_of, unchanged
+from tests.model.folders import write_model
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
-
-
-def write_model(folder: Path, model_type: str = "llama") -> Path:
-    """A model with a tokenizer and settings of its own."""
-    model = family_model(model_type)
-    model.generation_config = GenerationConfig(
-        eos_token_id=[5, 7], do_sample=True, temperature=0.6, top_k=9
-    )
-    model.save_pretrained(folder)
-    words = {f"w{number}": number for number in range(model.config.get_text_config().vocab_size)}
-    tokenizer = Tokenizer(WordLevel(words, unk_token="w0"))
-    tokenizer.pre_tokenizer = Whitespace()
-    TokenizersBackend(tokenizer_object=tokenizer).save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")

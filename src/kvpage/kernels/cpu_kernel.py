@@ -31,8 +31,8 @@ import torch
 
 from kvpage.kernels import simd
 from kvpage.kernels.simd import (
-    FAR_AHEAD,
     CACHE_LINE_BYTES,
+    FAR_AHEAD,
     KEYS_AT_ONCE,
     LANES,
     QUERY_LANES,
