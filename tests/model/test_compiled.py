@@ -74,7 +74,7 @@ def test_without_a_compiler_it_is_one_sentence(monkeypatch: pytest.MonkeyPatch) 
     model = share_model(family_model("llama"))
     monkeypatch.setattr("torch._inductor.config.cpp.cxx", ("no-such-compiler",))
     monkeypatch.setattr("torch._inductor.config.force_disable_caches", True)
-    with pytest.raises(ConfigError, match="torch cannot compile this model: .*ompiler"):
+    with pytest.raises(ConfigError, match=r"torch cannot compile this model: .*ompiler"):
         compile_layers(model)
 
 
