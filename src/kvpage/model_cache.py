@@ -183,10 +183,12 @@ class Kept:
         """
         from kvpage.kernels.simd import LANES
 
+        if self._header.lanes != LANES:
+            return None
         module, name = self._header.tokenizer
         tokenizer = getattr(import_module(module), name).from_pretrained(place)
         self._reader.join()
-        if self._header.lanes != LANES or not self._is_read:
+        if not self._is_read:
             return None
         return _Unpickler(self._modules, self._memory).load(), tokenizer
 
@@ -312,8 +314,9 @@ def _made_from(files: Path) -> Iterator[str]:
     yield from (f"{name} {version(name)}" for name in _LIBRARIES)
     own = Path(__file__).parent.rglob("*.py")
     for file in (*sorted(own), *(sorted(files.iterdir()) if files.is_dir() else [files])):
-        state = file.stat()
-        yield f"{file} {state.st_size} {state.st_mtime_ns}"
+        if file.exists():  # and not a link to nothing
+            state = file.stat()
+            yield f"{file} {state.st_size} {state.st_mtime_ns}"
 
 
 def _digest(parts: Iterable[str]) -> str:

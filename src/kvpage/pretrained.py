@@ -85,12 +85,10 @@ def load_pretrained(
         raise ConfigError(f"compile=True does not go together with {other}: leave one of them out")
     cache = Path(cache_dir or default_cache_dir())
     place = _place(source, cache)
-    # What is kept is for float32 on a CPU.
-    is_usual = str(dtype) in ("None", "float32", "torch.float32") and str(device) in ("None", "cpu")
-    entry = (
-        CacheEntry(source, weights, cache) if is_usual and not adapters and not compile else None
-    )
+    is_float32_on_cpu = str(dtype) in _FLOAT32 and str(device) in _CPU
+    is_kept = is_float32_on_cpu and not adapters and not compile
     try:
+        entry = CacheEntry(source, weights, cache) if is_kept else None
         if entry is not None and (isinstance(source, str) or Path(place).is_dir()):
             restored = _restored(entry, place, device)
             if restored is not None:

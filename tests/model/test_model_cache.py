@@ -174,6 +174,16 @@ def test_other_code_builds_anew(
     assert len(builds) == 2
 
 
+def test_a_link_to_nothing_is_no_file_of_a_model(
+    folder: Path, load: Callable[..., Pretrained], builds: list[str]
+) -> None:
+    """Whatever transformers has no need of."""
+    (folder / "flax_model.msgpack").symlink_to(folder / "not-downloaded")
+    load(folder)
+    load(folder)
+    assert len(builds) == 1
+
+
 def cut(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-1])
 
