@@ -1,5 +1,7 @@
 """Choosing tokens: what is refused, what is reachable, and what a seed means."""
 
+import copy
+import pickle
 from functools import partial
 from typing import Any
 
@@ -294,3 +296,12 @@ def test_a_seed_gives_the_same_tokens_alone_in_a_batch_and_preempted() -> None:
     assert alone == together == chunked == preempted == swapped
     assert min(preemptions, more_preemptions) > 0
     assert all(len(tokens) == 25 for tokens in alone)
+
+
+def test_parameters_can_be_copied_and_sent() -> None:
+    """To another process, say; what is read-only stays so."""
+    params = SamplingParams(max_tokens=5, stop="end", logit_bias={3: -1.5})
+    for again in (copy.deepcopy(params), pickle.loads(pickle.dumps(params))):
+        assert again == params
+        with pytest.raises(TypeError):
+            again.logit_bias[4] = 1.0  # type: ignore[index]
