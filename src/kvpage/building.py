@@ -23,6 +23,7 @@ from kvpage.quantised_linear import check_int8, quantise_weights
 
 
 def build(
+    source: str | Path,
     place: str,
     *,
     dtype: str | torch.dtype | None,
@@ -34,7 +35,8 @@ def build(
     """A model and its tokenizer.
 
     Args:
-        place: a hub id, or a folder.
+        source: a hub id, a folder, or a `.gguf` file.
+        place: the same, or the folder that the file is converted to if that is not there yet.
         dtype: see `load_pretrained`, as for all others.
         device: likewise.
         weights: likewise.
@@ -51,6 +53,8 @@ def build(
     target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if weights == "int8":
         check_int8(target, dtype or torch.float32)
+    if isinstance(source, Path) and not Path(place).is_dir():
+        _convert_gguf(source, Path(place))
 
     def load() -> Any:
         with _no_progress_bars():
@@ -128,7 +132,7 @@ def _no_progress_bars() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def convert_gguf(source: Path, folder: Path) -> None:
+def _convert_gguf(source: Path, folder: Path) -> None:
     """Write `source` as float32 weights and a tokenizer to `folder`, which appears complete."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 

@@ -23,7 +23,7 @@ import sys
 import tempfile
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from hashlib import blake2b
 from importlib import import_module
 from importlib.metadata import version
@@ -72,10 +72,10 @@ class CacheEntry:
 
     def __init__(self, source: str | Path, weights: str | None, cache_dir: Path) -> None:
         of_source = source if isinstance(source, str) else str(source.resolve())
-        name = f"{Path(of_source).stem}-{_digest((of_source, str(weights)))}"
+        name = f"{Path(of_source).stem}-{digest(of_source, str(weights))}"
         self.path = cache_dir / "ready" / name
         files = _of_hub(source, asks=self.path.exists()) if isinstance(source, str) else source
-        self.stamp = None if files is None else _digest(_made_from(files))
+        self.stamp = None if files is None else digest(*_made_from(files))
 
     def begin_reading(self) -> "Kept | None":
         """Begin to read the file, if it is there and of use."""
@@ -319,7 +319,8 @@ def _made_from(files: Path) -> Iterator[str]:
             yield f"{file} {state.st_size} {state.st_mtime_ns}"
 
 
-def _digest(parts: Iterable[str]) -> str:
+def digest(*parts: str) -> str:
+    """A short name for these texts, for files."""
     return _bytes_digest("\n".join(parts).encode())
 
 

@@ -1,7 +1,6 @@
 """Find a model and load it: a hub id, a local folder, or a `.gguf` file."""
 
 import os
-from hashlib import blake2b
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -11,7 +10,7 @@ import attrs
 from kvpage.config import NO_ADAPTERS, Adapters
 from kvpage.errors import ConfigError
 from kvpage.imports import TO_RESTORE, import_model_libraries
-from kvpage.model_cache import CacheEntry
+from kvpage.model_cache import CacheEntry, digest
 
 if TYPE_CHECKING:
     import torch
@@ -93,7 +92,10 @@ def load_pretrained(
             restored = _restored(entry, place, device)
             if restored is not None:
                 return Pretrained(_name(source), *restored)
-        built = _built(
+        import_model_libraries()
+        from kvpage.building import build
+
+        built = build(
             source,
             place,
             dtype=dtype,
@@ -120,16 +122,6 @@ def _restored(entry: CacheEntry, place: str, device: Any) -> "tuple[PagedModel, 
     if device is None and torch.cuda.is_available():
         return None
     return kept.restore(place)
-
-
-def _built(source: str | Path, place: str, **options: Any) -> "tuple[PagedModel, Any]":
-    """See `building.build`, and `_place`."""
-    import_model_libraries()
-    from kvpage.building import build, convert_gguf
-
-    if isinstance(source, Path) and not Path(place).is_dir():
-        convert_gguf(source, Path(place))
-    return build(place, **options)
 
 
 def default_cache_dir() -> Path:
@@ -177,5 +169,4 @@ def _place(source: str | Path, cache_dir: Path) -> str:
         return str(source)
     stat = source.stat()
     identity = f"{_CONVERSION} {source.resolve()} {stat.st_size} {stat.st_mtime_ns}"
-    digest = blake2b(identity.encode(), digest_size=8).hexdigest()
-    return str(cache_dir / "models" / f"{source.stem}-{digest}")
+    return str(cache_dir / "models" / f"{source.stem}-{digest(identity)}")

@@ -59,9 +59,9 @@ def builds(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     places: list[str] = []
     build = building.build
 
-    def noted(place: str, **options: Any) -> Any:
+    def noted(source: Any, place: str, **options: Any) -> Any:
         places.append(place)
-        return build(place, **options)
+        return build(source, place, **options)
 
     monkeypatch.setattr(building, "build", noted)
     return places

@@ -204,6 +204,13 @@ def test_other_weights_are_refused(weights: Any) -> None:
         load_pretrained(weights=weights)
 
 
+def test_bytes_in_another_type_are_refused_before_a_file_is_converted(tmp_path: Path) -> None:
+    """Which takes long, and much room."""
+    with pytest.raises(ConfigError, match="weights='int8' is for float32 models"):
+        load_pretrained(weights="int8", dtype="bfloat16", cache_dir=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("name", ["/no/such/model", "./missing.gguf"])
 def test_a_missing_model_is_one_sentence(name: str) -> None:
     """It names what was asked for."""
