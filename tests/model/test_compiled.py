@@ -70,7 +70,8 @@ def test_what_does_not_go_together_is_refused(options: Any) -> None:
 
 @pytest.mark.slow
 def test_without_a_compiler_it_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That of torch."""
+    """That of torch, which has forgotten what other tests let it compile."""
+    torch.compiler.reset()
     model = share_model(family_model("llama"))
     monkeypatch.setattr("torch._inductor.config.cpp.cxx", ("no-such-compiler",))
     monkeypatch.setattr("torch._inductor.config.force_disable_caches", True)
